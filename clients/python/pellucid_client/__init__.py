@@ -1,0 +1,3 @@
+"""Client of a Pellucid server."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,71 @@
+"""The formulas of the position encodings; each in one place for training, the reference and serving."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from pellucid_model.contract import Rotary
+
+
+def sinusoidal_table(length: int, d_model: int) -> Tensor:
+    """sin on even, cos on odd dimensions with wavelengths 2π … 10000·2π -> [length, d_model] float64.
+
+    Vaswani et al. 2017, section 3.5.
+    """
+    position = torch.arange(length, dtype=torch.float64, device="cpu")[:, None]
+    exponent = torch.arange(0, d_model, 2, dtype=torch.float64, device="cpu") / d_model
+    angle = position * 10000.0**-exponent
+    return torch.stack((angle.sin(), angle.cos()), dim=-1).reshape(length, d_model)
+
+
+class SinusoidalPositions(nn.Module):
+    """Adds nothing to a checkpoint: the table is a formula, kept in float64 and cast to what is asked for."""
+
+    def __init__(self, length: int, d_model: int) -> None:
+        super().__init__()
+        self._table = sinusoidal_table(length, d_model)
+        self._cast: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+
+    def forward(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
+        """positions [T] -> [T, d_model]."""
+        key = (dtype, positions.device)
+        if key not in self._cast:
+            self._cast[key] = self._table.to(device=positions.device, dtype=dtype)
+        return self._cast[key].index_select(0, positions)
+
+
+def rotary_angles(positions: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
+    """cos and sin of every position's angles, each [T, dim / 2] float64, scaled by `rotary.scale`."""
+    angle = positions.to(torch.float64)[:, None] * rotary.inv_freq.to(positions.device)
+    return angle.cos() * rotary.scale, angle.sin() * rotary.scale
+
+
+def rotate(x: Tensor, positions: Tensor, rotary: Rotary) -> Tensor:
+    """Rotate the first `rotary.dim` dimensions of x [T, H, D] by positions [T]; the rest passes through."""
+    cos, sin = (part.to(x.dtype)[:, None, :] for part in rotary_angles(positions, rotary))
+    head, rest = x[..., : rotary.dim], x[..., rotary.dim :]
+    if rotary.interleaved:
+        first, second = head[..., 0::2], head[..., 1::2]
+        turned = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1).flatten(-2)
+    else:
+        first, second = head.chunk(2, dim=-1)
+        turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return torch.cat((turned, rest), dim=-1)
+
+
+def alibi_slopes(heads: int) -> Tensor:
+    """Per-head slopes [heads] float32 (Press et al. 2022, arXiv:2108.12409).
+
+    A power of two n gives 2^(-8/n), 2^(-16/n), …; other counts take those of the next lower power of two and then
+    every second slope of the doubled count, as BLOOM does.
+    """
+
+    def geometric(count: int) -> list[float]:
+        return [2.0 ** (-8.0 * (i + 1) / count) for i in range(count)]
+
+    lower = 2 ** math.floor(math.log2(heads))
+    slopes = geometric(lower) + geometric(2 * lower)[0::2][: heads - lower]
+    return torch.tensor(slopes, dtype=torch.float32, device="cpu")

@@ -1,0 +1,1 @@
+"""The engine process: scheduler, ragged batches, model steps, sampler."""

@@ -1,0 +1,183 @@
+"""What frontend and engine say to each other: typed msgpack messages over a private socket pair.
+
+Frontend to engine: first Configure, then Submit and Abort.  Engine to frontend: first Ready or StartFailed, then one
+StepDone per step.
+Times are seconds of the system-wide monotonic clock (time.monotonic()), which both processes share.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+from typing import Literal
+
+import msgspec
+
+FinishKind = Literal["eos", "stop_token", "max_new_tokens", "context_full", "time_limit", "deadline", "non_finite"]
+"""Ends that the engine decides. Stop strings, cancels and disconnects are the frontend's, by Abort."""
+
+
+class Sampling(msgspec.Struct, frozen=True, array_like=True):
+    """Resolved values, no "unset" left. 0 turns top_k and min_p off, 1 turns top_p off; temperature 0 is argmax."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int
+
+
+class Configure(msgspec.Struct, frozen=True, tag=True):
+    """What to load and how; the first message to a new engine. 0 and "auto" leave the choice to the engine."""
+
+    checkpoint: str
+    device: str
+    dtype: str
+    kv_cache_memory: int
+    """Bytes; 0: a share of the memory that is free (cgroup limits respected)."""
+    kv_block_size: int
+    """Tokens, a power of two; 0: the largest power of two <= min(128, context / 4)."""
+    max_context: int
+    """Tokens; 0: the trained context. Needed only where the checkpoint does not say."""
+    max_running: int
+    max_step_tokens: int
+    threads: int
+    """0: the cores this process may use."""
+    log_level: str
+    log_format: str
+
+
+class Submit(msgspec.Struct, frozen=True, tag=True):
+    """Run one sequence. `generated` holds tokens made before an engine restart; they are computed, not sampled."""
+
+    key: int
+    prompt: list[int]
+    sampling: Sampling
+    max_new_tokens: int
+    min_new_tokens: int
+    eos_ids: list[int]
+    stop_ids: list[int]
+    max_length: int
+    """Prompt + output may not pass this many tokens; the sequence then ends as context_full."""
+    generated: list[int] = []
+    deadline: float | None = None
+    """The caller's deadline: ends as "deadline"."""
+    time_limit_at: float | None = None
+    """Soft limit: ends as "time_limit"."""
+
+
+class Abort(msgspec.Struct, frozen=True, tag=True):
+    """Forget a sequence, whatever its state. Unknown keys are ignored; nothing is sent back for it."""
+
+    key: int
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """The model is loaded and has run a warm-up step."""
+
+    vocab_size: int
+    parameters: int
+    context_length: int
+    kv_block_size: int
+    kv_block_count: int
+    kv_bytes: int
+    weight_bytes: int
+    device: str
+    dtype: str
+    kernels: str
+    batch_invariant: bool
+    architecture: str
+    notices: list[str] = []
+
+
+class StartFailed(msgspec.Struct, frozen=True, tag=True):
+    """The engine cannot start and has said why in one line meant for the operator."""
+
+    message: str
+
+
+class Finished(msgspec.Struct, frozen=True, array_like=True):
+    kind: FinishKind
+    matched_token_id: int | None = None
+
+
+class Progress(msgspec.Struct, frozen=True, array_like=True):
+    """What one step brought for one sequence: at most one new token, and perhaps the end."""
+
+    key: int
+    token: int | None
+    finished: Finished | None
+    first_scheduled_at: float | None
+    """When the first step that worked on the sequence began; None where there was none."""
+    preemptions: int
+
+
+class Stats(msgspec.Struct, frozen=True, array_like=True):
+    """Engine state after a step; the totals count from the engine's start and only grow."""
+
+    running: int
+    waiting: int
+    running_tokens: int
+    waiting_tokens: int
+    free_blocks: int
+    used_blocks: int
+    steps_total: int
+    prefill_tokens_total: int
+    """Prompt (and recomputed) tokens run through the model."""
+    generated_tokens_total: int
+    preemptions_total: int
+    step_sequences: int
+    """Sequences in this step; 0 when idle."""
+    step_tokens: int
+    step_seconds: float
+    step_phase: Literal["prefill", "decode", "mixed", "idle"]
+
+
+class StepDone(msgspec.Struct, frozen=True, tag=True):
+    """Sent after every step and after an abort while idle. `at` is when the step's tokens were sampled."""
+
+    progress: list[Progress]
+    stats: Stats
+    at: float
+
+
+ToEngine = Configure | Submit | Abort
+FromEngine = Ready | StartFailed | StepDone
+
+encode = msgspec.msgpack.Encoder().encode
+decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
+decode_from_engine = msgspec.msgpack.Decoder(FromEngine).decode
+
+_LENGTH = struct.Struct("<I")
+
+
+def frame(message: ToEngine | FromEngine) -> bytes:
+    """A message as it goes over the wire: little-endian 32-bit length, then msgpack."""
+    body = encode(message)
+    return _LENGTH.pack(len(body)) + body
+
+
+async def read_from_engine(reader: asyncio.StreamReader) -> FromEngine:
+    """Next message. Raises asyncio.IncompleteReadError when the engine's end is closed."""
+    (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
+    return decode_from_engine(await reader.readexactly(length))
+
+
+def read_to_engine(connection: socket.socket) -> ToEngine | None:
+    """Next message for the engine, waiting for it; None when the frontend's end is closed."""
+    head = _read_exactly(connection, _LENGTH.size)
+    if head is None:
+        return None
+    body = _read_exactly(connection, _LENGTH.unpack(head)[0])
+    return None if body is None else decode_to_engine(body)
+
+
+def _read_exactly(connection: socket.socket, size: int) -> bytes | None:
+    parts = bytearray()
+    while len(parts) < size:
+        part = connection.recv(size - len(parts))
+        if not part:
+            return None
+        parts += part
+    return bytes(parts)

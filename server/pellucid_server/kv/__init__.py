@@ -1,0 +1,1 @@
+"""Who owns which KV block. Pure Python, no torch."""

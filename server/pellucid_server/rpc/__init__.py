@@ -1,0 +1,1 @@
+"""The gRPC edge: validation, servicers, errors, health."""

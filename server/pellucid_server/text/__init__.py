@@ -1,0 +1,1 @@
+"""From token ids to what a reader sees: whole characters, stop strings."""
