@@ -8,7 +8,6 @@ Times are seconds of the system-wide monotonic clock (time.monotonic()), which b
 from __future__ import annotations
 
 import asyncio
-import socket
 import struct
 from typing import Literal
 
@@ -44,6 +43,8 @@ class Configure(msgspec.Struct, frozen=True, tag=True):
     max_step_tokens: int
     threads: int
     """0: the cores this process may use."""
+    tokenizer_size: int
+    """Ids from here on belong to no token and are never sampled; 0: there is no tokenizer."""
     log_level: str
     log_format: str
 
@@ -149,35 +150,17 @@ encode = msgspec.msgpack.Encoder().encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
 decode_from_engine = msgspec.msgpack.Decoder(FromEngine).decode
 
-_LENGTH = struct.Struct("<I")
+LENGTH = struct.Struct("<I")
+"""What precedes every message on the wire: its size in bytes. The engine reads with `connection.EngineConnection`."""
 
 
 def frame(message: ToEngine | FromEngine) -> bytes:
     """A message as it goes over the wire: little-endian 32-bit length, then msgpack."""
     body = encode(message)
-    return _LENGTH.pack(len(body)) + body
+    return LENGTH.pack(len(body)) + body
 
 
 async def read_from_engine(reader: asyncio.StreamReader) -> FromEngine:
     """Next message. Raises asyncio.IncompleteReadError when the engine's end is closed."""
-    (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
+    (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
     return decode_from_engine(await reader.readexactly(length))
-
-
-def read_to_engine(connection: socket.socket) -> ToEngine | None:
-    """Next message for the engine, waiting for it; None when the frontend's end is closed."""
-    head = _read_exactly(connection, _LENGTH.size)
-    if head is None:
-        return None
-    body = _read_exactly(connection, _LENGTH.unpack(head)[0])
-    return None if body is None else decode_to_engine(body)
-
-
-def _read_exactly(connection: socket.socket, size: int) -> bytes | None:
-    parts = bytearray()
-    while len(parts) < size:
-        part = connection.recv(size - len(parts))
-        if not part:
-            return None
-        parts += part
-    return bytes(parts)

@@ -1,0 +1,51 @@
+"""The engine process: `python -m pellucid_server.engine FD`, where FD is the engine's end of a socket pair."""
+
+from __future__ import annotations
+
+import ctypes
+import signal
+import socket
+import sys
+
+PR_SET_PDEATHSIG = 1
+
+
+def main() -> int:
+    # Interrupts from the terminal go to the whole process group; ending is the frontend's to decide.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _die_with_parent()
+    from pellucid_server.engine.connection import ConnectionClosed, EngineConnection
+    from pellucid_server.engine.messages import Configure, StartFailed
+
+    connection = EngineConnection(socket.socket(fileno=int(sys.argv[1])))
+    try:
+        (configure,) = connection.receive(None)
+        if not isinstance(configure, Configure):
+            raise TypeError(f"the first message must be Configure, not {type(configure).__name__}")
+        # torch takes a second or two to import; everything that can fail cheaply has been done by now.
+        from pellucid_model.errors import ModelError
+        from pellucid_server.engine.engine import Engine
+        from pellucid_server.engine.loading import load
+        from pellucid_server.logs import set_up_logging
+
+        set_up_logging(configure.log_level, configure.log_format)
+        try:
+            loaded = load(configure)
+            engine = Engine(loaded, configure)
+            engine.warm_up()
+        except (ModelError, ValueError) as error:
+            connection.send(StartFailed(str(error)))
+            return 1
+        connection.send(loaded.ready)
+        return engine.serve(connection)
+    except ConnectionClosed:
+        return 0
+
+
+def _die_with_parent() -> None:
+    """Ask Linux to kill this process when the frontend dies, even in the middle of a long step."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,179 @@
+"""From `Configure` to a model that is ready to run: device, dtype, operators, cache size.
+
+Whatever the operator can mend is a ModelError with one line that says what and how.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from pellucid_model.checkpoint import INDEX, WEIGHTS, Checkpoint, load_checkpoint
+from pellucid_model.errors import CheckpointError, ModelError
+from pellucid_model.kernels import Kernels, accelerate, library, select_kernels
+from pellucid_server.engine.cache import KVCache, LayerShape, bytes_per_token, default_block_size, learn_shapes
+from pellucid_server.engine.memory import available_memory, format_bytes
+from pellucid_server.engine.messages import Configure, Ready
+from pellucid_server.engine.runner import ModelRunner
+from pellucid_server.kv.blocks import BlockPool
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+CACHE_SHARE = 0.4
+"""Of the free memory, for a cache whose size the operator leaves open."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """Everything a step needs, and what to tell the frontend."""
+
+    runner: ModelRunner
+    pool: BlockPool
+    ready: Ready
+
+
+def load(configure: Configure) -> Loaded:
+    """Load the checkpoint and size the cache. Raises ModelError (ConfigError, CheckpointError)."""
+    device = choose_device(configure.device)
+    threads = configure.threads or len(os.sched_getaffinity(0))
+    torch.set_num_threads(threads)
+    library.set_threads(threads)
+    _check_weights_fit(Path(configure.checkpoint), device)
+    checkpoint = load_checkpoint(configure.checkpoint)
+    vocab_size = checkpoint.config.vocab_size
+    if configure.tokenizer_size > vocab_size:
+        raise CheckpointError(
+            f"checkpoint {configure.checkpoint}: tokenizer.json has {configure.tokenizer_size} tokens, but the model "
+            f"only {vocab_size}; they do not belong together"
+        )
+    kernels = select_kernels(device)
+    notices = list(checkpoint.notices)
+    dtype = choose_dtype(configure.dtype, checkpoint.dtype, kernels, device, notices)
+    parameters = sum(parameter.numel() for parameter in checkpoint.model.parameters())
+    place(checkpoint, kernels, device, dtype)
+    context_length = choose_context(configure.max_context, checkpoint.config.context_length)
+    block_size = choose_block_size(configure.kv_block_size, context_length)
+    shapes = learn_shapes(checkpoint.model, device)
+    blocks = choose_block_count(configure, shapes, dtype, block_size, context_length, device)
+    if blocks * block_size < context_length:
+        notices.append(
+            f"the KV cache holds {blocks * block_size} tokens, less than the context of {context_length}: no sequence "
+            "can be longer than the cache; raise --kv-cache-memory"
+        )
+    cache = KVCache(shapes, blocks, block_size, dtype, device)
+    if not kernels.batch_invariant:
+        notices.append(f"operators {kernels.name!r}: a request's tokens may differ in their last bits in company")
+    ready = Ready(
+        vocab_size=vocab_size,
+        parameters=parameters,
+        context_length=context_length,
+        kv_block_size=block_size,
+        kv_block_count=blocks,
+        kv_bytes=blocks * block_size * bytes_per_token(shapes, dtype),
+        weight_bytes=parameters * dtype.itemsize,
+        device=str(device) if device.type == "cpu" else torch.cuda.get_device_name(device),
+        dtype=str(dtype).removeprefix("torch."),
+        kernels=kernels.name,
+        batch_invariant=kernels.batch_invariant,
+        architecture=checkpoint.architecture,
+        notices=notices,
+    )
+    return Loaded(ModelRunner(checkpoint.model, kernels, cache, device), BlockPool(blocks, block_size), ready)
+
+
+def choose_device(wanted: str) -> torch.device:
+    """ "auto" is the first CUDA device where there is one, else the CPU."""
+    available = torch.cuda.is_available()
+    if wanted == "cuda" and not available:
+        raise ModelError("--device cuda: torch finds no CUDA device here; use --device cpu or auto")
+    return torch.device("cuda" if wanted == "cuda" or (wanted == "auto" and available) else "cpu")
+
+
+def choose_dtype(
+    wanted: str, stored: torch.dtype, kernels: Kernels, device: torch.device, notices: list[str]
+) -> torch.dtype:
+    """ "auto": bfloat16 where the device multiplies it and the weights are not float16; else float32.
+
+    Accumulation, norms, softmax and logits are float32 always. float16 overflows easily, so it is served only when
+    asked for, and only on CUDA.
+    """
+    if wanted == "float16" and device.type == "cpu":
+        raise ModelError("--dtype float16 needs a CUDA device; on the CPU use auto, bfloat16 or float32")
+    if wanted != "auto":
+        return DTYPES[wanted]
+    native = device.type == "cuda" or kernels.name == "avx512-bf16"
+    dtype = torch.bfloat16 if native and stored != torch.float16 else torch.float32
+    if dtype.itemsize < stored.itemsize:
+        name = str(stored).removeprefix("torch.")
+        notices.append(f"weights stored as {name} are served in bfloat16; --dtype float32 serves them in float32")
+    return dtype
+
+
+def place(checkpoint: Checkpoint, kernels: Kernels, device: torch.device, dtype: torch.dtype) -> None:
+    """Put the model on its device, with our operators where they are the CPU's.
+
+    On the CPU what flows between operators is float32 and `dtype` is that of the weights in linear layers and of the
+    cache; elsewhere the whole model is cast.
+    """
+    if kernels.batch_invariant:
+        checkpoint.model.float()
+        accelerate(checkpoint.model, kernels, dtype)
+    else:
+        checkpoint.model.to(device=device, dtype=dtype)
+
+
+def choose_context(wanted: int, trained: int) -> int:
+    """The trained context, or less where the operator wants less."""
+    if wanted > trained:
+        raise ModelError(f"--max-context {wanted}: the model was trained with {trained} tokens; give at most that")
+    return wanted or trained
+
+
+def choose_block_size(wanted: int, context_length: int) -> int:
+    if wanted < 0 or wanted & (wanted - 1):
+        raise ModelError(f"--kv-block-size {wanted}: must be a power of two")
+    return wanted or default_block_size(context_length)
+
+
+def choose_block_count(
+    configure: Configure,
+    shapes: list[LayerShape],
+    dtype: torch.dtype,
+    block_size: int,
+    context_length: int,
+    device: torch.device,
+) -> int:
+    """As many blocks as --kv-cache-memory buys; unset: what max_running full contexts take, within the free memory."""
+    block_bytes = block_size * bytes_per_token(shapes, dtype)
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()
+    if configure.kv_cache_memory > free:
+        raise ModelError(
+            f"--kv-cache-memory {format_bytes(configure.kv_cache_memory)}: only {format_bytes(free)} are free "
+            "beside the weights; give less"
+        )
+    wanted = configure.max_running * -(-context_length // block_size)
+    blocks = (configure.kv_cache_memory or min(wanted * block_bytes, int(free * CACHE_SHARE))) // block_bytes
+    if blocks < 1:
+        memory = configure.kv_cache_memory or free
+        raise ModelError(
+            f"the KV cache needs {format_bytes(block_bytes)} for one block of {block_size} tokens, but has "
+            f"{format_bytes(memory)}; raise --kv-cache-memory, or lower --kv-block-size"
+        )
+    return blocks
+
+
+def _check_weights_fit(folder: Path, device: torch.device) -> None:
+    """Refuse before loading what cannot fit: the weights as stored and, beside them, as they will be packed."""
+    files = [folder / WEIGHTS] if not (folder / INDEX).exists() else list(folder.glob("*.safetensors"))
+    try:
+        stored = sum(file.stat().st_size for file in files)
+    except OSError:
+        raise CheckpointError(f"checkpoint {folder}: {WEIGHTS} is missing") from None
+    need, free = 2 * stored, available_memory()
+    if device.type == "cpu" and need > free:
+        raise ModelError(
+            f"checkpoint {folder} takes about {format_bytes(need)} while it is loaded, but only {format_bytes(free)} "
+            "are free; use a machine or container with more memory"
+        )

@@ -1,0 +1,137 @@
+"""From a step's chunks to logits: the ragged batch, the paged `attend`, one forward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from pellucid_model.contract import DecoderModel, Rotary
+from pellucid_model.kernels import Kernels, RotaryTables
+from pellucid_server.engine.cache import KVCache
+from pellucid_server.engine.scheduler import Step
+
+
+@dataclass(frozen=True)
+class RaggedBatch:
+    """A step's tokens laid end to end: T tokens of S sequences, R of which need a next token."""
+
+    tokens: Tensor
+    """[T] int64."""
+    positions: Tensor
+    """[T] int64, each token's index in its sequence."""
+    row_sequence: Tensor
+    """[T] int32, which of the S sequences a token belongs to."""
+    block_tables: Tensor
+    """[S, most blocks] int32, -1 beyond a sequence's own."""
+    sampled_rows: Tensor
+    """[R] int64, rows whose logits are wanted, in the order of the chunks."""
+
+    @staticmethod
+    def of(step: Step, device: torch.device) -> RaggedBatch:
+        tokens: list[int] = []
+        positions: list[int] = []
+        row_sequence: list[int] = []
+        sampled_rows: list[int] = []
+        width = max(len(chunk.sequence.blocks) for chunk in step.chunks)
+        tables = []
+        for index, chunk in enumerate(step.chunks):
+            end = chunk.start + chunk.count
+            tokens += chunk.sequence.tokens[chunk.start : end]
+            positions += range(chunk.start, end)
+            row_sequence += [index] * chunk.count
+            tables.append(chunk.sequence.blocks + [-1] * (width - len(chunk.sequence.blocks)))
+            if chunk.samples:
+                sampled_rows.append(len(tokens) - 1)
+        return RaggedBatch(
+            tokens=torch.tensor(tokens, dtype=torch.int64, device=device),
+            positions=torch.tensor(positions, dtype=torch.int64, device=device),
+            row_sequence=torch.tensor(row_sequence, dtype=torch.int32, device=device),
+            block_tables=torch.tensor(tables, dtype=torch.int32, device=device),
+            sampled_rows=torch.tensor(sampled_rows, dtype=torch.int64, device=device),
+        )
+
+
+class PagedAttend:
+    """What stands behind `attend` in serving: writes the new keys and values into the cache and attends over it."""
+
+    def __init__(self, kernels: Kernels, cache: KVCache, angles: Angles, batch: RaggedBatch) -> None:
+        self._kernels = kernels
+        self._cache = cache
+        self._angles = angles
+        self._batch = batch
+        self._positions = batch.positions.to(torch.int32)
+        self._length = int(batch.positions.max()) + 1
+
+    def __call__(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float | None = None,
+        rotary: Rotary | None = None,
+        alibi_slopes: Tensor | None = None,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        keys, values = self._cache.layers[layer]
+        cos, sin = (None, None) if rotary is None else self._angles.upto(self._length, rotary)
+        return self._kernels.paged_attention(
+            q,
+            k,
+            v,
+            keys,
+            values,
+            row_sequence=self._batch.row_sequence,
+            positions=self._positions,
+            block_tables=self._batch.block_tables,
+            scale=q.shape[-1] ** -0.5 if scale is None else scale,
+            cos=cos,
+            sin=sin,
+            interleaved=rotary is not None and rotary.interleaved,
+            alibi_slopes=alibi_slopes,
+            window=None if window is None else self._windows(window),
+            softcap=softcap,
+        )
+
+    def _windows(self, window: int) -> Tensor:
+        """The layer's window, for every sequence [S] int32."""
+        return torch.full_like(self._batch.block_tables[:, 0], window)
+
+
+class Angles:
+    """The cos and sin tables of every rotary embedding that the model hands over."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._tables: dict[Rotary, RotaryTables] = {}
+
+    def upto(self, length: int, rotary: Rotary) -> tuple[Tensor, Tensor]:
+        """cos, sin [at least length, dim / 2] float32."""
+        if rotary not in self._tables:
+            on_device = replace(rotary, inv_freq=rotary.inv_freq.to(self._device))
+            self._tables[rotary] = RotaryTables(on_device)
+        return self._tables[rotary].table(length)
+
+
+class ModelRunner:
+    """Runs steps. Owns the model and its cache, knows nothing of requests."""
+
+    def __init__(self, model: DecoderModel, kernels: Kernels, cache: KVCache, device: torch.device) -> None:
+        self._model = model
+        self._kernels = kernels
+        self._cache = cache
+        self._device = device
+        self._angles = Angles(device)
+
+    @torch.inference_mode()
+    def run(self, step: Step) -> Tensor:
+        """Compute the step's chunks -> logits [R, V] float32 on the CPU, a row for each chunk that samples."""
+        batch = RaggedBatch.of(step, self._device)
+        attend = PagedAttend(self._kernels, self._cache, self._angles, batch)
+        hidden = self._model.forward(batch.tokens, batch.positions, attend)
+        logits = self._model.logits(hidden.index_select(0, batch.sampled_rows))
+        return logits.to(device="cpu", dtype=torch.float32)

@@ -1,0 +1,116 @@
+"""Chooses the next token of every row of a step.
+
+In: the logits of the step and one SamplerRow per row. Out: one id per row. sampler_reference.py says what is computed;
+the compiled kernels compute it here, or numpy where there are none, always with the same result.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from pellucid_server.engine.messages import Sampling
+from pellucid_server.engine.sampler_numpy import sample_row
+
+_ROW = struct.Struct("=dddQqqIIIxxxx")
+"""The kernel's Row: temperature, top_p, min_p, seed, banned begin and end, top_k, sequence index, output index."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplerRow:
+    """Settings of one row.
+
+    banned          ids that may not be chosen, for example EOS before min_new_tokens
+    output_index    how many tokens of the output came before, uint32
+    sequence_index  which output of its request this is, uint32
+    """
+
+    sampling: Sampling
+    banned: tuple[int, ...]
+    output_index: int
+    sequence_index: int = 0
+
+
+class Sampler:
+    """Samples rows independently of each other, of their order and of the number of threads.
+
+    vocab_size  ids from here on are never chosen, however wide the logits are
+    library     the compiled kernels; None samples in numpy
+    threads     at most so many, and only for steps that are worth it
+    """
+
+    def __init__(self, vocab_size: int, library: ctypes.CDLL | None = None, threads: int = 1) -> None:
+        self._vocab_size = vocab_size
+        self._threads = threads
+        self._library = library
+        if library is not None:
+            _declare(library)
+
+    def sample(self, logits: torch.Tensor, rows: Sequence[SamplerRow]) -> list[int | None]:
+        """The next token of each row; None where its logits are not finite.
+
+        logits  [R, V], float32 on the CPU, V >= vocab_size
+        rows    R of them
+        """
+        self._check(logits, rows)
+        if not rows:
+            return []
+        if self._library is not None:
+            return self._sample_compiled(self._library, logits.contiguous(), rows)
+        matrix: npt.NDArray[np.float32] = logits.numpy()[:, : self._vocab_size]
+        return [
+            sample_row(matrix[i], row.sampling, row.banned, row.sequence_index, row.output_index)
+            for i, row in enumerate(rows)
+        ]
+
+    def _check(self, logits: torch.Tensor, rows: Sequence[SamplerRow]) -> None:
+        if logits.dtype != torch.float32 or logits.device.type != "cpu":
+            raise ValueError(f"logits must be float32 on the CPU, not {logits.dtype} on {logits.device}")
+        if logits.dim() != 2 or logits.shape[0] != len(rows) or logits.shape[1] < self._vocab_size:
+            raise ValueError(f"logits must be [{len(rows)}, {self._vocab_size} or more], not {list(logits.shape)}")
+
+    def _sample_compiled(
+        self, library: ctypes.CDLL, logits: torch.Tensor, rows: Sequence[SamplerRow]
+    ) -> list[int | None]:
+        settings = bytearray(_ROW.size * len(rows))
+        banned: list[int] = []
+        for index, row in enumerate(rows):
+            sampling, begin = row.sampling, len(banned)
+            banned += row.banned
+            _ROW.pack_into(
+                settings,
+                index * _ROW.size,
+                sampling.temperature,
+                sampling.top_p,
+                sampling.min_p,
+                sampling.seed,
+                begin,
+                len(banned),
+                sampling.top_k,
+                row.sequence_index,
+                row.output_index,
+            )
+        out = (ctypes.c_int32 * len(rows))()
+        library.pellucid_sample(
+            logits.data_ptr(),
+            len(rows),
+            logits.stride(0),
+            self._vocab_size,
+            (ctypes.c_char * len(settings)).from_buffer(settings),
+            (ctypes.c_int32 * len(banned))(*banned),
+            self._threads,
+            out,
+        )
+        return [None if token < 0 else token for token in out]
+
+
+def _declare(library: ctypes.CDLL) -> None:
+    pointer, size = ctypes.c_void_p, ctypes.c_int64
+    library.pellucid_sample.argtypes = [pointer, size, size, size, pointer, pointer, ctypes.c_int, pointer]
+    library.pellucid_sample.restype = None

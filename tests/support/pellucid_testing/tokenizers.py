@@ -1,0 +1,75 @@
+"""Small tokenizers of every kind that is served, built with the `tokenizers` library as their makers build them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+SAMPLE = ["The capital of France is Paris.", "今天天气不错，适合出门。", "a    b\n\n  c ", "hello hello 你好 🙂🔥 é ü"]
+
+
+def write(tokenizer: Tokenizer, folder: Path, config: Mapping[str, Any]) -> Path:
+    """Save as a checkpoint has it: tokenizer.json and tokenizer_config.json."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def byte_level_bpe() -> Tokenizer:
+    """GPT-2's kind: any byte has a token. <|endoftext|> and <|im_start|> are special, <tool use> is only added."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=330,
+        special_tokens=["<|endoftext|>", "<|im_start|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(SAMPLE * 20, trainer)
+    tokenizer.add_tokens([AddedToken("<tool use>", normalized=False), AddedToken("é!", normalized=False)])
+    return tokenizer
+
+
+_SENTENCE_PIECES = ["▁", "a", "b", "s", "<", ">", "/", "u", "n", "k", "▁ab", "▁▁", "你", "▁The", "\n", "t", "e", "st"]
+
+
+def _sentence_piece(tokenizer: Tokenizer) -> Tokenizer:
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", 1)]
+    )
+    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
+    return tokenizer
+
+
+def sentence_piece_unigram() -> Tokenizer:
+    """SentencePiece Unigram with byte fallback; the pieces list the special tokens, as T5's do."""
+    specials = [("<unk>", 0.0), ("<s>", 0.0), ("</s>", 0.0)]
+    byte_pieces = [(f"<0x{byte:02X}>", -30.0) for byte in range(256)]
+    pieces = [(piece, -2.0 - 0.1 * i) for i, piece in enumerate(_SENTENCE_PIECES)]
+    tokenizer = Tokenizer(models.Unigram([*specials, *byte_pieces, *pieces], 0, byte_fallback=True))
+    return _sentence_piece(tokenizer)
+
+
+def sentence_piece_bpe() -> Tokenizer:
+    """Llama 2's kind: BPE over "▁" with byte fallback; a merge even makes </s>."""
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *_SENTENCE_PIECES, "s>", "</"]
+    merges = [("s", ">"), ("<", "/"), ("</", "s>"), ("s", "t")]
+    model = models.BPE(
+        {token: i for i, token in enumerate(tokens)},
+        merges,
+        unk_token="<unk>",
+        byte_fallback=True,
+        fuse_unk=True,
+    )
+    tokenizer = Tokenizer(model)
+    return _sentence_piece(tokenizer)
