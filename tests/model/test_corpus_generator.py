@@ -6,6 +6,7 @@ import hashlib
 import re
 
 import pytest
+
 from pellucid_model.training.corpus import templates, words
 from pellucid_model.training.corpus.generator import SplitMix64, generate_lines
 from pellucid_model.training.errors import TrainingError

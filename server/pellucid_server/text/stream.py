@@ -1,0 +1,58 @@
+"""The text of one output: detokenizing, then stop strings. The only way from ids to text while generating.
+
+In: the ids that the output is made of, one by one. Out: pieces of text that join to what a reader sees, and the stop
+string that ended it. A unary answer is the joined pieces.
+
+An id that ended the output (EOS or a stop token id) adds no text: it is not pushed, only finish() is called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pellucid_model.tokenizers import Tokenizer
+from pellucid_server.text.detokenizer import IncrementalDetokenizer
+from pellucid_server.text.stop import StopMatcher
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """Text that one token lets out, perhaps none, and the stop string that it completed."""
+
+    text: str
+    matched_stop: str | None = None
+
+
+class TextStream:
+    """State of one output.
+
+    stop_strings          none empty; matched in the output's text, special tokens included only if they are kept
+    include_stop_in_text  the stop string stays in the text
+    keep_special_tokens   special tokens show as their spelling
+    min_new_tokens        a stop string counts only if the token that completes it is this one (from 1) or a later one
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stop_strings: Sequence[str] = (),
+        include_stop_in_text: bool = False,
+        keep_special_tokens: bool = False,
+        min_new_tokens: int = 0,
+    ) -> None:
+        self._detokenizer = IncrementalDetokenizer(tokenizer, keep_special_tokens)
+        self._matcher = StopMatcher(stop_strings, include_stop_in_text)
+        self._min_new_tokens = min_new_tokens
+        self._token_count = 0
+
+    def push(self, token_id: int) -> Delta:
+        """The next token. After a delta with matched_stop the output is over, and later tokens add nothing."""
+        self._token_count += 1
+        allowed = self._token_count >= self._min_new_tokens
+        return Delta(*self._matcher.push(self._detokenizer.push(token_id), allowed))
+
+    def finish(self) -> str:
+        """The text still held, at every kind of end. An unfinished character is U+FFFD; no stop string matches."""
+        text, _ = self._matcher.push(self._detokenizer.flush(), allowed=False)
+        return text + self._matcher.flush()

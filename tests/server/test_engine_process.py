@@ -1,0 +1,211 @@
+"""The engine as a process of its own, spoken to over its socket as the frontend does."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pellucid_server.engine.messages import (
+    LENGTH,
+    Abort,
+    FromEngine,
+    Ready,
+    StartFailed,
+    StepDone,
+    ToEngine,
+    decode_from_engine,
+    frame,
+)
+from pellucid_testing.checkpoints import tiny_checkpoint, tiny_config
+from pellucid_testing.stepping import Stepper, configure, submission
+
+
+class Engine:
+    """The frontend's side of the conversation, without its frontend."""
+
+    def __init__(self, connection: socket.socket, process: subprocess.Popen[bytes]) -> None:
+        self.connection = connection
+        self.process = process
+        connection.settimeout(60)
+
+    def send(self, *messages: ToEngine) -> None:
+        self.connection.sendall(b"".join(frame(message) for message in messages))
+
+    def receive(self) -> FromEngine:
+        (length,) = LENGTH.unpack(self._exactly(LENGTH.size))
+        return decode_from_engine(self._exactly(length))
+
+    def _exactly(self, size: int) -> bytes:
+        data = b""
+        while len(data) < size:
+            part = self.connection.recv(size - len(data))
+            if not part:
+                raise EOFError
+            data += part
+        return data
+
+    def collect(self, wanted: set[int]) -> tuple[dict[int, list[int]], list[StepDone]]:
+        """Tokens by key until all wanted keys have finished."""
+        tokens: dict[int, list[int]] = {key: [] for key in wanted}
+        steps = []
+        while wanted:
+            step = self.receive()
+            assert isinstance(step, StepDone)
+            steps.append(step)
+            for progress in step.progress:
+                if progress.token is not None:
+                    tokens[progress.key].append(progress.token)
+                if progress.finished is not None:
+                    wanted = wanted - {progress.key}
+        return tokens, steps
+
+
+@contextmanager
+def engine(checkpoint: Path, **changes: Any) -> Iterator[Engine]:
+    ours, theirs = socket.socketpair()
+    command = [sys.executable, "-m", "pellucid_server.engine", str(theirs.fileno())]
+    with ours, subprocess.Popen(command, pass_fds=[theirs.fileno()]) as process:
+        theirs.close()
+        try:
+            one = Engine(ours, process)
+            one.send(configure(checkpoint, **changes))
+            yield one
+        finally:
+            process.kill()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint(tmp_path_factory.mktemp("tiny"), tiny_config(context_length=4096))
+
+
+def test_a_life_from_ready_to_the_end_of_its_frontend(checkpoint: Path) -> None:
+    requests = [submission(key, list(range(4, 9 + key)), 10 + key) for key in range(6)]
+    stepper = Stepper.of(checkpoint)
+    stepper.run(*requests)
+    with engine(checkpoint) as one:
+        ready = one.receive()
+        assert isinstance(ready, Ready)
+        assert ready.vocab_size == tiny_config().vocab_size
+        assert ready.kv_block_count * ready.kv_block_size == 8 * 4096
+        one.send(*requests)
+        tokens, steps = one.collect({request.key for request in requests})
+        assert tokens == stepper.tokens
+        assert max(step.stats.step_sequences for step in steps) > 1
+        last = steps[-1].stats
+        assert (last.running, last.waiting, last.used_blocks) == (0, 0, 0)
+        assert last.generated_tokens_total == sum(len(made) for made in tokens.values())
+        # Terminals send interrupts to the whole group; only the end of the frontend ends the engine.
+        one.process.send_signal(signal.SIGINT)
+        one.send(submission(9, [5], 3))
+        assert len(one.collect({9})[0][9]) == 3
+        one.connection.close()
+        assert one.process.wait(timeout=20) == 0
+
+
+def test_abort_takes_effect_within_a_step_in_every_state(checkpoint: Path) -> None:
+    with engine(checkpoint, max_running=2, max_step_tokens=16) as one:
+        assert isinstance(one.receive(), Ready)
+        one.send(submission(1, [5] * 3, 4000), submission(2, [6] * 2000, 5), submission(3, [7], 5))
+        while True:  # until 1 decodes, 2 is in mid prefill and 3 waits
+            step = one.receive()
+            assert isinstance(step, StepDone)
+            if step.stats.waiting == 1 and step.stats.running == 2 and step.stats.step_phase == "mixed":
+                break
+        one.send(Abort(3), Abort(2), Abort(77))
+        aborted_at = time.monotonic()
+        while (step := one.receive()) and isinstance(step, StepDone) and step.stats.running > 1:
+            assert time.monotonic() - aborted_at < 10
+        assert isinstance(step, StepDone)
+        assert step.stats.waiting == 0
+        one.send(Abort(1))
+        while step.stats.running:
+            step = one.receive()
+            assert isinstance(step, StepDone)
+        assert (step.stats.used_blocks, step.stats.step_phase) == (0, "idle")
+
+
+def test_deadlines_and_time_limits(checkpoint: Path) -> None:
+    with engine(checkpoint, max_running=1) as one:
+        assert isinstance(one.receive(), Ready)
+        now = time.monotonic()
+        one.send(
+            submission(1, [5], 4000, time_limit_at=now + 0.3),
+            submission(2, [6], 10, deadline=now + 0.1),
+            submission(3, [6], 10, deadline=now - 1),
+        )
+        tokens, steps = one.collect({1, 2, 3})
+        ends = {p.key: (p.finished.kind, step.at) for step in steps for p in step.progress if p.finished}
+        assert {key: kind for key, (kind, _) in ends.items()} == {1: "time_limit", 2: "deadline", 3: "deadline"}
+        assert tokens[1]
+        assert not tokens[2]
+        assert not tokens[3]
+        assert ends[2][1] >= now + 0.1
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"checkpoint": "/nowhere"}, "checkpoint /nowhere"),
+        ({"dtype": "float16"}, "--dtype float16 needs a CUDA device"),
+        ({"kv_block_size": 12}, "--kv-block-size 12: must be a power of two"),
+        ({"max_context": 5000}, "--max-context 5000: the model was trained with 4096 tokens"),
+        ({"kv_cache_memory": 1000}, "the KV cache needs 3.0 KiB for one block of 8 tokens, but has 1000 B"),
+        ({"kv_cache_memory": 1 << 60}, "--kv-cache-memory"),
+        ({"tokenizer_size": 1000}, "tokenizer.json has 1000 tokens"),
+        ({"max_step_tokens": 4}, "max_step_tokens = 4 must be at least max_running = 8"),
+    ],
+)
+def test_what_cannot_start_says_why_in_one_line(checkpoint: Path, changes: dict[str, Any], says: str) -> None:
+    with engine(**({"checkpoint": checkpoint} | changes)) as one:
+        answer = one.receive()
+        assert isinstance(answer, StartFailed)
+        assert says in answer.message
+        assert "\n" not in answer.message
+        assert one.process.wait(timeout=20) == 1
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="asks Linux for parents")
+def test_engine_dies_with_its_frontend_even_in_the_middle_of_a_step(checkpoint: Path) -> None:
+    script = f"""
+import socket, subprocess, sys, time
+from pellucid_server.engine.messages import frame
+from pellucid_testing.stepping import configure
+from pathlib import Path
+ours, theirs = socket.socketpair()
+child = subprocess.Popen([sys.executable, "-m", "pellucid_server.engine", str(theirs.fileno())],
+                         pass_fds=[theirs.fileno(), ours.fileno()])
+ours.sendall(frame(configure(Path({str(checkpoint)!r}))))
+ours.recv(1)
+print(child.pid, flush=True)
+time.sleep(60)
+"""
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, env=_environment()) as parent:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        parent.kill()
+    deadline = time.monotonic() + 10
+    while _alive(child):
+        assert time.monotonic() < deadline, "the engine outlived its frontend"
+        time.sleep(0.02)
+
+
+def _environment() -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,329 @@
+"""From token ids to text: whole characters, stop strings, one incremental path."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pellucid_model.tokenizers import CharacterTokenizer, Tokenizer, load_tokenizer
+from pellucid_server.text import Delta, TextStream
+from pellucid_server.text.detokenizer import IncrementalDetokenizer
+from pellucid_server.text.stop import StopMatcher
+from pellucid_testing.tokenizers import byte_level_bpe, sentence_piece_bpe, sentence_piece_unigram, write
+
+
+class ScriptTokenizer:
+    """Tokens whose bytes a test chooses; negative ids are special."""
+
+    def __init__(self, tokens: Sequence[bytes], special: Mapping[int, bytes] = {}) -> None:
+        self._table = {**dict(enumerate(tokens)), **special}
+        self.special_ids = frozenset(special)
+        self.vocab_size = len(tokens)
+        self.bos_id: int | None = None
+        self.eos_ids: tuple[int, ...] = ()
+        self.sha256 = ""
+
+    def encode(self, text: str, *, add_special_tokens: bool = True, parse_special_tokens: bool = False) -> list[int]:
+        raise NotImplementedError
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return self._table.get(token_id, b"")
+
+    def decode(self, ids: Iterable[int], *, keep_special_tokens: bool = False) -> str:
+        kept = (i for i in ids if keep_special_tokens or i not in self.special_ids)
+        return b"".join(map(self.token_bytes, kept)).decode("utf-8", "replace")
+
+
+def script(
+    tokens: Sequence[str | bytes], stop: Sequence[str] = (), include_stop: bool = False, min_new_tokens: int = 0
+) -> tuple[list[str], str | None]:
+    """Run an output of these tokens; returns every step's text, the final one included, and the matched stop."""
+    pieces = [token if isinstance(token, bytes) else token.encode() for token in tokens]
+    stream = TextStream(ScriptTokenizer(pieces), stop, include_stop, min_new_tokens=min_new_tokens)
+    texts: list[str] = []
+    for token_id in range(len(pieces)):
+        delta = stream.push(token_id)
+        texts.append(delta.text)
+        if delta.matched_stop is not None:
+            return [*texts, stream.finish()], delta.matched_stop
+    return [*texts, stream.finish()], None
+
+
+def cut(data: bytes, sizes: Sequence[int]) -> list[bytes]:
+    ends = list(itertools.accumulate(sizes))
+    assert ends[-1] == len(data)
+    return [data[end - size : end] for end, size in zip(ends, sizes, strict=True)]
+
+
+# ---- Whole characters ----
+
+
+@pytest.mark.parametrize(
+    ("character", "sizes"),
+    [
+        *(("聪", sizes) for sizes in ([1, 2], [2, 1], [1, 1, 1], [3])),
+        *(("🔥", sizes) for sizes in ([1, 1, 1, 1], [2, 2], [1, 3], [3, 1], [4])),
+        *(("é", sizes) for sizes in ([1, 1], [2])),
+    ],
+)
+def test_a_character_comes_out_whole_with_its_last_token(character: str, sizes: list[int]) -> None:
+    texts, _ = script(["a", *cut(character.encode(), sizes), "b"])
+    assert texts == ["a", *[""] * (len(sizes) - 1), character, "b", ""]
+
+
+def test_a_token_may_hold_text_and_the_beginning_of_a_character() -> None:
+    first, rest = "好".encode()[:1], "好".encode()[1:]
+    assert script([b"a " + first, rest + b"b" + first, rest])[0] == ["a ", "好b", "好", ""]
+
+
+def test_an_unfinished_character_is_one_replacement_character_at_the_end() -> None:
+    assert script(["a", *cut("🔥".encode(), [1, 1, 1, 1])[:2]])[0] == ["a", "", "", "\ufffd"]
+
+
+def test_hopeless_bytes_do_not_wait() -> None:
+    assert script([b"\xff", b"\xe4", b"a", b"\xf0\x9f", b"\xf0\x9f", "🔥".encode()])[0] == [
+        *("\ufffd", "", "\ufffda", "", "\ufffd", "\ufffd🔥"),
+        "",
+    ]
+
+
+# One byte of each class that UTF-8's rules distinguish (Unicode 15, table 3-7).
+_CLASSES = [0x41, 0x80, 0x8F, 0x90, 0x9F, 0xA0, 0xBF, 0xC0, 0xC2, 0xE0, 0xE4, 0xED, 0xEF, 0xF0, 0xF1, 0xF4, 0xF5, 0xFF]
+
+
+def test_every_short_run_of_bytes_streams_as_it_decodes_and_holds_only_what_may_still_become_a_character() -> None:
+    tokenizer = ScriptTokenizer([bytes([byte]) for byte in range(256)])
+    for run in itertools.product(_CLASSES, repeat=4):
+        detokenizer = IncrementalDetokenizer(tokenizer)
+        text = ""
+        for count, byte in enumerate(run, start=1):
+            text += detokenizer.push(byte)
+            held = _unfinished(bytes(run[:count]))
+            assert text == bytes(run[: count - held]).decode("utf-8", "replace"), run
+        assert text + detokenizer.flush() == bytes(run).decode("utf-8", "replace"), run
+
+
+def _unfinished(data: bytes) -> int:
+    """How many bytes at the end are a proper beginning of some character."""
+    return next((size for size in (3, 2, 1) if size <= len(data) and data[-size:] in _BEGINNINGS), 0)
+
+
+_BEGINNINGS = {
+    bytes(chr(point).encode()[:size])
+    for point in (*range(0x80, 0xD800, 16), *range(0xE000, 0x110000, 16))
+    for size in range(1, len(chr(point).encode()))
+}
+
+
+def test_special_tokens_are_left_out_or_spelled() -> None:
+    tokenizer = ScriptTokenizer([b"a", "好".encode()[:2], "好".encode()[2:]], {-1: b"<eos>"})
+    for keep, expected in ((False, "a好"), (True, "a<eos>\ufffd<eos>\ufffd")):
+        stream = TextStream(tokenizer, keep_special_tokens=keep)
+        text = "".join(stream.push(i).text for i in (0, -1, 1, -1, 2)) + stream.finish()
+        assert text == expected == tokenizer.decode([0, -1, 1, -1, 2], keep_special_tokens=keep)
+
+
+def test_unknown_ids_add_nothing() -> None:
+    stream = TextStream(ScriptTokenizer([b"a"]))
+    assert [stream.push(i) for i in (0, 999, 0)] == [Delta("a"), Delta(""), Delta("a")]
+
+
+# ---- Stop strings ----
+
+
+@pytest.mark.parametrize(
+    ("tokens", "stop", "text", "matched"),
+    [
+        (["The ", "Paris", " end"], ["Pari"], "The ", "Pari"),
+        (["The ", "Paris", " end"], ["s en"], "The Pari", "s en"),
+        (["The ", "Paris", " end"], ["end", "ari"], "The P", "ari"),
+        (["ABC", "DEF", "G", "HI", "J"], ["DEFGHIJ"], "ABC", "DEFGHIJ"),
+        (["Mars", "?\n"], ["\n"], "Mars?", "\n"),
+        (["ok", "??"], ["???"], "ok??", None),
+        (["é", "y"], ["éx"], "éy", None),
+        (["好", "。", "完"], ["。完"], "好", "。完"),
+        ([*cut("🙂".encode(), [1, 1, 1, 1]), "!"], ["🙂!"], "", "🙂!"),
+        (["aab"], ["ab"], "a", "ab"),
+        (["abab", "ac"], ["abac"], "ab", "abac"),
+        (["x", "ab", "c"], ["ab", "abc"], "x", "ab"),
+        (["xabcd"], ["bc", "abcd"], "xa", "bc"),
+        (["xabc"], ["c", "bc"], "xa", "bc"),
+        (["a"], ["a", "a"], "", "a"),
+    ],
+)
+def test_text_is_cut_at_the_first_stop_string(
+    tokens: list[str | bytes], stop: list[str], text: str, matched: str | None
+) -> None:
+    texts, got = script(tokens, stop)
+    assert ("".join(texts), got) == (text, matched)
+    including, got = script(tokens, stop, include_stop=True)
+    assert ("".join(including), got) == (text + (matched or ""), matched)
+
+
+def test_text_that_cannot_become_a_stop_string_is_not_held() -> None:
+    tokens = ["ABC", "DEF", "G", "HI", "J"]
+    assert script(tokens, ["zzzzzzzzzz"])[0] == [*tokens, ""]
+    assert script(["ab", "c", "ab"], ["abx"])[0] == ["", "abc", "", "ab"]
+
+
+def test_an_empty_stop_string_is_refused() -> None:
+    with pytest.raises(ValueError, match="empty"):
+        StopMatcher(["a", ""])
+
+
+def test_text_after_the_match_is_dropped() -> None:
+    stream = TextStream(ScriptTokenizer([b"x|y", b"z"]), ["|"])
+    assert [stream.push(0), stream.push(1), stream.finish()] == [Delta("x", "|"), Delta(""), ""]
+
+
+def test_a_stop_string_counts_only_from_min_new_tokens_on() -> None:
+    tokens = ["test", "\n", "ab", "\n", "cd"]
+    for minimum, text, steps in ((0, "test", 2), (2, "test", 2), (3, "test\nab", 4), (4, "test\nab", 4)):
+        texts, matched = script(tokens, ["\n"], min_new_tokens=minimum)
+        assert ("".join(texts), matched, len(texts) - 1) == (text, "\n", steps)
+    assert script(tokens, ["\n"], min_new_tokens=5) == (["test", "\n", "ab", "\n", "cd", ""], None)
+
+
+def test_a_stop_string_may_begin_before_min_new_tokens_but_not_end_there() -> None:
+    assert script(["a", "b", "c"], ["bc"], min_new_tokens=3) == (["a", "", "", ""], "bc")
+    assert script(["ab", "ab"], ["ab"], min_new_tokens=2) == (["ab", "", ""], "ab")
+
+
+def test_a_replacement_character_of_the_end_does_not_match() -> None:
+    assert script(["a", b"\xe4"], ["\ufffd"]) == (["a", "", "\ufffd"], None)
+    assert script(["a", b"\xe4", "b"], ["\ufffd"]) == (["a", "", "", ""], "\ufffd")
+
+
+_STOP = st.text(alphabet="ab好", min_size=1, max_size=6)
+
+
+@given(
+    stop=st.lists(_STOP, max_size=4),
+    pieces=st.lists(st.tuples(st.text(alphabet="ab好c", max_size=5), st.booleans()), max_size=8),
+    include=st.booleans(),
+)
+@settings(max_examples=1500, deadline=None)
+def test_matching_is_the_rule_of_the_module_and_holds_exactly_the_beginnings_of_stops(
+    stop: list[str], pieces: list[tuple[str, bool]], include: bool
+) -> None:
+    matcher = StopMatcher(stop, include)
+    emitted, seen, matched = "", "", None
+    for text, allowed in pieces:
+        given_out, matched = matcher.push(text, allowed)
+        emitted += given_out
+        seen += text
+        if matched is not None:
+            break
+        held = max((n for s in stop for n in range(len(s)) if seen.endswith(s[:n])), default=0)
+        assert emitted == seen[: len(seen) - held]
+    emitted += matcher.flush()
+
+    allowed_at = [allowed for text, allowed in pieces for _ in text]
+    assert (emitted, matched) == _whole("".join(text for text, _ in pieces), allowed_at, stop, include)
+
+
+def _whole(text: str, allowed_at: list[bool], stop: list[str], include: bool) -> tuple[str, str | None]:
+    for end in range(1, len(text) + 1):
+        complete = [s for s in stop if allowed_at[end - 1] and text[:end].endswith(s)]
+        if complete:
+            longest = max(complete, key=len)
+            return text[: end if include else end - len(longest)], longest
+    return text, None
+
+
+def test_long_stop_strings_cost_no_more_per_character() -> None:
+    def seconds(stop_length: int) -> float:
+        matcher = StopMatcher(["a" * stop_length + "b"])
+        begin = time.perf_counter()
+        for _ in range(5000):
+            matcher.push("a")
+            matcher.push("c" if stop_length % 2 else "a")
+        return time.perf_counter() - begin
+
+    seconds(10)
+    for odd in (0, 1):
+        short, long = min(seconds(10 + odd) for _ in range(3)), min(seconds(20_000 + odd) for _ in range(3))
+        assert long < 10 * short
+
+
+# ---- Real tokenizers: the stream is the decoded whole ----
+
+
+@pytest.fixture(scope="module")
+def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
+    folder = tmp_path_factory.mktemp("tokenizers")
+    llama = {"bos_token": "<s>", "eos_token": "</s>"}
+    loaded: dict[str, Tokenizer] = {"character": CharacterTokenizer.train(["ab 好🙂é\n\tc"])}
+    for kind, build, config in (
+        ("byte_level_bpe", byte_level_bpe, {"eos_token": "<|endoftext|>"}),
+        ("sentence_piece_unigram", sentence_piece_unigram, llama),
+        ("sentence_piece_bpe", sentence_piece_bpe, llama),
+    ):
+        tokenizer = load_tokenizer(write(build(), Path(folder / kind), config))
+        assert tokenizer is not None
+        loaded[kind] = tokenizer
+    return loaded
+
+
+KINDS = ["character", "byte_level_bpe", "sentence_piece_unigram", "sentence_piece_bpe"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(data=st.data(), keep=st.booleans())
+@settings(max_examples=200, deadline=None)
+def test_joined_stream_is_the_decoded_whole(
+    tokenizers: dict[str, Tokenizer], kind: str, data: st.DataObject, keep: bool
+) -> None:
+    tokenizer = tokenizers[kind]
+    prompt = tokenizer.encode("ab", add_special_tokens=False)
+    ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size + 3), max_size=40))
+    stream = TextStream(tokenizer, keep_special_tokens=keep)
+    pieces = [stream.push(token_id).text for token_id in ids]
+    text = "".join(pieces) + stream.finish()
+    assert "ab" + text == tokenizer.decode([*prompt, *ids], keep_special_tokens=keep)
+    # An output continues its prompt; decoded by itself, a SentencePiece output would lose a space at its beginning.
+    if not kind.startswith("sentence_piece"):
+        assert text == tokenizer.decode(ids, keep_special_tokens=keep)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(data=st.data(), include=st.booleans(), minimum=st.integers(0, 6))
+@settings(max_examples=200, deadline=None)
+def test_stops_cut_the_stream_at_the_earliest_match(
+    tokenizers: dict[str, Tokenizer], kind: str, data: st.DataObject, include: bool, minimum: int
+) -> None:
+    tokenizer = tokenizers[kind]
+    likely = tokenizer.encode("ab a  b好🙂 st\n", add_special_tokens=False)
+    ids = data.draw(st.lists(st.sampled_from(likely) | st.integers(0, tokenizer.vocab_size - 1), max_size=30))
+    stop = data.draw(st.lists(st.text(alphabet="ab 好🙂\n\ufffd", min_size=1, max_size=3), max_size=3))
+    stream = TextStream(tokenizer, stop, include, min_new_tokens=minimum)
+    plain = IncrementalDetokenizer(tokenizer)
+    got, whole, matched = "", "", None
+    allowed_at: list[bool] = []
+    for count, token_id in enumerate(ids, start=1):
+        text = plain.push(token_id)
+        whole += text
+        allowed_at += [count >= minimum] * len(text)
+        if matched is None:
+            delta = stream.push(token_id)
+            got, matched = got + delta.text, delta.matched_stop
+            assert matched is None or (got, matched) == _whole(whole, allowed_at, stop, include)
+    got += stream.finish()
+    end = plain.flush()
+    assert (got, matched) == _whole(whole + end, allowed_at + [False] * len(end), stop, include)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("text", ["a    b\n\n  c ", " a b", "  ", "\ta\n", "好🙂 é"])
+def test_whitespace_survives(tokenizers: dict[str, Tokenizer], kind: str, text: str) -> None:
+    tokenizer = tokenizers[kind]
+    prompt = tokenizer.encode("b", add_special_tokens=False)
+    ids = tokenizer.encode("b" + text, add_special_tokens=False)[len(prompt) :]
+    stream = TextStream(tokenizer)
+    assert "".join(stream.push(i).text for i in ids) + stream.finish() == text
