@@ -152,7 +152,10 @@ def test_unknown_ids_add_nothing() -> None:
         (["aab"], ["ab"], "a", "ab"),
         (["abab", "ac"], ["abac"], "ab", "abac"),
         (["x", "ab", "c"], ["ab", "abc"], "x", "ab"),
-        (["xabcd"], ["bc", "abcd"], "xa", "bc"),
+        (["xabc"], ["ab", "abc"], "x", "abc"),
+        (["xabcd"], ["bc", "abcd"], "x", "abcd"),
+        (["xabc", "d"], ["bc", "abcd"], "xa", "bc"),
+        (["xbcab"], ["ab", "bc"], "x", "bc"),
         (["xabc"], ["c", "bc"], "xa", "bc"),
         (["a"], ["a", "a"], "", "a"),
     ],
@@ -224,17 +227,20 @@ def test_matching_is_the_rule_of_the_module_and_holds_exactly_the_beginnings_of_
         assert emitted == seen[: len(seen) - held]
     emitted += matcher.flush()
 
-    allowed_at = [allowed for text, allowed in pieces for _ in text]
-    assert (emitted, matched) == _whole("".join(text for text, _ in pieces), allowed_at, stop, include)
+    assert (emitted, matched) == _whole(pieces, stop, include)
 
 
-def _whole(text: str, allowed_at: list[bool], stop: list[str], include: bool) -> tuple[str, str | None]:
-    for end in range(1, len(text) + 1):
-        complete = [s for s in stop if allowed_at[end - 1] and text[:end].endswith(s)]
+def _whole(pieces: list[tuple[str, bool]], stop: list[str], include: bool) -> tuple[str, str | None]:
+    """By brute force: of all places where a stop string ends in this piece, the leftmost, then the longest."""
+    seen = ""
+    for text, allowed in pieces:
+        ends = range(len(seen) + 1, len(seen) + len(text) + 1)
+        seen += text
+        complete = [(end - len(s), -len(s), s) for end in ends for s in stop if allowed and seen[:end].endswith(s)]
         if complete:
-            longest = max(complete, key=len)
-            return text[: end if include else end - len(longest)], longest
-    return text, None
+            begin, _, matched = min(complete)
+            return seen[: begin + (len(matched) if include else 0)], matched
+    return seen, None
 
 
 def test_long_stop_strings_cost_no_more_per_character() -> None:
@@ -304,19 +310,17 @@ def test_stops_cut_the_stream_at_the_earliest_match(
     stop = data.draw(st.lists(st.text(alphabet="ab 好🙂\n\ufffd", min_size=1, max_size=3), max_size=3))
     stream = TextStream(tokenizer, stop, include, min_new_tokens=minimum)
     plain = IncrementalDetokenizer(tokenizer)
-    got, whole, matched = "", "", None
-    allowed_at: list[bool] = []
+    got, matched = "", None
+    pieces: list[tuple[str, bool]] = []
     for count, token_id in enumerate(ids, start=1):
-        text = plain.push(token_id)
-        whole += text
-        allowed_at += [count >= minimum] * len(text)
+        pieces.append((plain.push(token_id), count >= minimum))
         if matched is None:
             delta = stream.push(token_id)
             got, matched = got + delta.text, delta.matched_stop
-            assert matched is None or (got, matched) == _whole(whole, allowed_at, stop, include)
+            assert matched is None or (got, matched) == _whole(pieces, stop, include)
     got += stream.finish()
-    end = plain.flush()
-    assert (got, matched) == _whole(whole + end, allowed_at + [False] * len(end), stop, include)
+    pieces.append((plain.flush(), False))
+    assert (got, matched) == _whole(pieces, stop, include)
 
 
 @pytest.mark.parametrize("kind", KINDS)

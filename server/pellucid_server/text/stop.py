@@ -2,9 +2,9 @@
 
 In: pieces of text, however cut. Out: the text that a reader may see, and the stop string that ended it.
 
-The rule, which depends on the characters alone and not on how they are cut into pieces: the text ends at the first
-character that completes a stop string. Where it completes several, the longest has matched, which is the one that
-begins first. A match that is complete is never held back in the hope of a longer one.
+The rule: the output ends with the first piece that completes a stop string. Among those that it completes, the one
+that begins first has matched; among those that begin together, the longest. A match that is complete is never held back
+in the hope of a longer one, which would cost further tokens.
 
 Text is held only while it may still become a stop string, that is, exactly the longest end of the text which is a
 proper beginning of one. What has been given out is never taken back. Each character costs the same on average,
@@ -56,15 +56,19 @@ class StopMatcher:
         before = self._node
         if before is self._root and self._root.next.keys().isdisjoint(text):
             return text, None
-        for index, character in enumerate(text):
+        best: tuple[int, int, str] | None = None  # begin, -length, stop string: the least is the match
+        for end, character in enumerate(text, start=before.depth + 1):
             self._node = _advance(self._node, character)
-            if allowed and (matched := self._node.longest_match) is not None:
-                self._over = True
-                kept = before.depth + index + 1 - (0 if self._include_stop else len(matched))
-                return _beginning(before, text, kept), matched
+            if allowed and (stop := self._node.longest_match) is not None:
+                found = (end - len(stop), -len(stop), stop)
+                best = found if best is None else min(best, found)
             # A whole stop string that was not allowed to match: only its end may still begin another one.
             while not self._node.next and self._node.shorter is not None:
                 self._node = self._node.shorter
+        if best is not None:
+            self._over = True
+            begin, _, matched = best
+            return _beginning(before, text, begin + (len(matched) if self._include_stop else 0)), matched
         return _beginning(before, text, before.depth + len(text) - self._node.depth), None
 
     def flush(self) -> str:
