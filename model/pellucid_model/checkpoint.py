@@ -75,6 +75,7 @@ def save_checkpoint(folder: str | os.PathLike[str], model: Decoder, dtype: torch
     }
     partial = path / f".{WEIGHTS}.partial"
     save_file(tensors, partial, metadata={"format": "pt"})
+    partial.chmod(0o644)  # the library makes it readable by its owner alone
     os.replace(partial, path / WEIGHTS)
     write_json(path / "config.json", model.config.to_json())
 

@@ -137,3 +137,4 @@ def test_tied_model_with_another_head_says_so(tmp_path: Path) -> None:
 def test_saving_never_leaves_half_a_file(tmp_path: Path) -> None:
     tiny_checkpoint(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors", "tokenizer.json"]
+    assert (tmp_path / "model.safetensors").stat().st_mode & 0o777 == 0o644
