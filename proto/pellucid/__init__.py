@@ -1,1 +1,3 @@
-"""Generated code of the public contract. The sources are the .proto files beside it; `make proto` regenerates."""
+"""The public contract. `pellucid.v1` holds the .proto files and their generated code; `make proto` regenerates it."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,82 @@
+"""What the sync and the asyncio stream share: the running sum of an answer's messages."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from pellucid.v1 import inference_pb2
+from pellucid_client.errors import InternalError
+from pellucid_client.results import Chunk, Completion, Finish, PromptInfo, Timings, Usage
+
+
+class _Cancellable(Protocol):
+    def cancel(self) -> object: ...
+
+
+class StreamBase:
+    """What has arrived of one answer so far."""
+
+    def __init__(self, call: _Cancellable, address: str) -> None:
+        self._cancel_call = call.cancel
+        self._address = address
+        self._cancelled = False
+        self._texts: list[str] = []
+        self._token_ids: list[int] = []
+        self._prompt: PromptInfo | None = None
+        self._finish: Finish | None = None
+        self._usage: Usage | None = None
+        self._timings: Timings | None = None
+
+    @property
+    def prompt(self) -> PromptInfo | None:
+        """What the server made of the request; None before the first chunk."""
+        return self._prompt
+
+    @property
+    def text(self) -> str:
+        """The text so far."""
+        return "".join(self._texts)
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The token ids so far."""
+        return tuple(self._token_ids)
+
+    @property
+    def finish(self) -> Finish | None:
+        """Why the answer ended; None before the last chunk."""
+        return self._finish
+
+    @property
+    def usage(self) -> Usage | None:
+        """None before the last chunk."""
+        return self._usage
+
+    @property
+    def timings(self) -> Timings | None:
+        """None before the last chunk."""
+        return self._timings
+
+    def cancel(self) -> None:
+        """Ends the request in the server. Reading on raises Cancelled; after the end it does nothing."""
+        self._cancelled = True
+        self._cancel_call()
+
+    def _take(self, message: inference_pb2.GenerateResponse) -> Chunk:
+        if message.HasField("prompt"):
+            self._prompt = PromptInfo.from_message(message.prompt)
+        if message.HasField("usage"):
+            self._usage = Usage.from_message(message.usage)
+        if message.HasField("timings"):
+            self._timings = Timings.from_message(message.timings)
+        chunk = Chunk.from_message(message)
+        self._texts.append(chunk.text)
+        self._token_ids += chunk.token_ids
+        self._finish = chunk.finish or self._finish
+        return chunk
+
+    def _completion(self) -> Completion:
+        """The whole answer, once the stream has ended. Raises InternalError where its end is missing."""
+        if self._prompt is None or self._finish is None or self._usage is None or self._timings is None:
+            raise InternalError("the stream ended without prompt, finish, usage or timings; is this a Pellucid server?")
+        return Completion(self.text, self.token_ids, self._finish, self._prompt, self._usage, self._timings)

@@ -1,0 +1,1 @@
+"""The commands of `pellucid` that talk to a server, each a function from parsed arguments to an exit code."""

@@ -1,0 +1,376 @@
+"""The command `pellucid` from outside: output, exit codes, and what happens when it is interrupted."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import grpc
+import pytest
+from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, RetryInfo
+from grpc_health.v1 import health_pb2
+
+import pellucid_client
+from pellucid.v1 import inference_pb2
+from pellucid_client import cli
+
+from .conftest import Scripted, answer, fail
+from .test_client import Endless
+from .test_errors import free_address
+
+COMMAND = [sys.executable, "-m", "pellucid_client.cli"]
+
+
+def environment(**more: str) -> dict[str, str]:
+    paths = [path for path in sys.path if path]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **more}
+
+
+def pellucid(*arguments: str, stdin: bytes = b"", server: str = "", **env: str) -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run(
+        [*COMMAND, *arguments],
+        input=stdin,
+        capture_output=True,
+        env=environment(**({"PELLUCID_SERVER": server} if server else {}), **env),
+        timeout=60,
+        check=False,
+    )
+
+
+def test_generate_prints_the_text(scripted: Scripted) -> None:
+    done = pellucid("generate", "你好", server=scripted.address)
+    assert (done.returncode, done.stdout.decode(), done.stderr) == (0, "今天天气\n", b"")
+    assert scripted.requests[0] == inference_pb2.GenerateRequest(text="你好")
+
+
+def test_text_is_utf8_whatever_the_locale(scripted: Scripted) -> None:
+    done = pellucid("generate", stdin="你好\n".encode(), server=scripted.address, LC_ALL="C", PYTHONUTF8="0")
+    assert done.stdout.decode() == "今天天气\n"
+    assert scripted.requests[0].text == "你好"
+
+
+@pytest.mark.parametrize("arguments", [["generate"], ["generate", "-"]])
+def test_generate_reads_standard_input(scripted: Scripted, arguments: list[str]) -> None:
+    assert pellucid(*arguments, stdin=b"a\n\nb \n", server=scripted.address).returncode == 0
+    assert scripted.requests[0].text == "a\n\nb "
+
+
+def test_every_flag_reaches_its_field(scripted: Scripted) -> None:
+    flags = (
+        "--token-ids 3,1,2 --temperature 0 --top-k 0 --top-p 0.5 --min-p 0 --seed 0 --max-new-tokens 0 "
+        "--min-new-tokens 1 --stop 。 --stop ab --stop-token-ids 4,5 --include-stop-in-text --ignore-eos "
+        "--time-limit 1.5 --model m --request-id r --context truncate --omit-special-tokens --parse-special-tokens "
+        "--keep-special-tokens"
+    )
+    assert pellucid("generate", *flags.split(), "--server", scripted.address).returncode == 0
+    expected = inference_pb2.GenerateRequest(
+        request_id="r",
+        model="m",
+        token_ids={"ids": [3, 1, 2]},
+        omit_special_tokens=True,
+        parse_special_tokens=True,
+        sampling={"temperature": 0, "top_k": 0, "top_p": 0.5, "min_p": 0, "seed": 0},
+        stopping=inference_pb2.StoppingCriteria(
+            max_new_tokens=0,
+            min_new_tokens=1,
+            stop_strings=["。", "ab"],
+            stop_token_ids=[4, 5],
+            include_stop_in_text=True,
+            ignore_eos=True,
+            time_limit={"seconds": 1, "nanos": 500_000_000},
+        ),
+        output=inference_pb2.OutputOptions(keep_special_tokens=True),
+        context=inference_pb2.ContextPolicy(overflow=inference_pb2.CONTEXT_OVERFLOW_TRUNCATE),
+    )
+    assert scripted.requests == [expected]
+
+
+def test_json_echo_and_usage(scripted: Scripted) -> None:
+    done = pellucid("generate", "x", "--json", server=scripted.address)
+    found = json.loads(done.stdout)
+    assert (found["text"], found["token_ids"]) == ("今天天气", [1, 2])
+    assert found["finish"] == {"reason": "eos", "matched": 2, "output_token_count": 2}
+    assert found["usage"] == {"prompt_token_count": 3, "output_token_count": 2}
+    assert found["timings"]["total_time"] == 1.5
+    assert found["prompt"]["sampling"]["seed"] == 7
+
+    done = pellucid("generate", "你好，", "--echo", "--show-usage", server=scripted.address)
+    assert done.stdout.decode() == "你好，今天天气\n"
+    assert done.stderr.decode() == (
+        "prompt 3 tokens, output 2 tokens, finish eos 2, first token none, total 1500.0 ms, seed 7, request assigned\n"
+    )
+
+
+def mirror(
+    request: inference_pb2.GenerateRequest, context: grpc.ServicerContext
+) -> Iterator[inference_pb2.GenerateResponse]:
+    """Answers with the prompt; the earlier the prompt, the later the answer."""
+    if request.text == "bad":
+        fail(context, grpc.StatusCode.INVALID_ARGUMENT, "no good", [ErrorInfo(reason="PROMPT_TOO_LONG")])
+    time.sleep(0.2 / (1 + len(request.text)))
+    yield from answer(f"<{request.text}>")(request, context)
+
+
+def test_a_file_of_prompts_is_answered_in_its_order(scripted: Scripted, tmp_path: Path) -> None:
+    scripted.generate = mirror
+    prompts = [f"{'x' * n}" for n in range(1, 21)]
+    path = tmp_path / "prompts.txt"
+    path.write_text("\r\n\n".join(prompts), encoding="utf-8", newline="")
+    done = pellucid("generate", "--file", str(path), "--concurrency", "4", server=scripted.address)
+    assert done.returncode == 0
+    assert done.stdout.decode().split() == [f"<{prompt}>" for prompt in prompts]
+
+
+def test_a_prompt_that_fails_does_not_hold_up_the_others(scripted: Scripted) -> None:
+    scripted.generate = mirror
+    done = pellucid("generate", "--file", "-", stdin=b"a\n\nbad\nb\n", server=scripted.address)
+    assert (done.returncode, done.stdout) == (1, b"<a>\n<b>\n")
+    assert done.stderr == b"pellucid: -, line 3: no good\n"
+
+    done = pellucid("generate", "--file", "-", "--json", stdin=b"a\nbad\nb\n", server=scripted.address)
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [line["line"] for line in lines] == [1, 2, 3]
+    assert lines[1]["error"] == {"code": "INVALID_ARGUMENT", "reason": "PROMPT_TOO_LONG", "message": "no good"}
+    assert [lines[0]["text"], lines[2]["text"]] == ["<a>", "<b>"]
+    assert done.returncode == 1
+
+
+def test_tokenize_and_detokenize(scripted: Scripted) -> None:
+    assert pellucid("tokenize", "ab", server=scripted.address).stdout == b"97,98\n"
+    assert json.loads(pellucid("tokenize", "--json", stdin=b"ab\n", server=scripted.address).stdout) == {
+        "token_ids": [97, 98],
+        "tokens": [],
+    }
+    assert pellucid("detokenize", "97,22825", server=scripted.address).stdout.decode() == "a天\n"
+    assert pellucid("detokenize", stdin=b"97 98\n", server=scripted.address).stdout == b"ab\n"
+    done = pellucid("detokenize", "a,b", server=scripted.address)
+    assert (done.returncode, done.stderr) == (1, b"pellucid: 'a,b' is not a list of token ids such as 1,2,3\n")
+
+
+def test_info(scripted: Scripted) -> None:
+    text = pellucid("info", server=scripted.address).stdout.decode()
+    assert scripted.address in text
+    assert "9.8.7" in text
+    assert "1024 tokens (64 blocks of 16)" in text
+    found = json.loads(pellucid("info", "--json", server=scripted.address).stdout)
+    assert found["server"]["version"] == "9.8.7"
+    assert [model["name"] for model in found["models"]] == ["scripted"]
+    assert found["load"]["running_request_count"] == 2
+
+
+def test_health_and_cancel_speak_by_exit_code(scripted: Scripted) -> None:
+    done = pellucid("health", server=scripted.address)
+    assert (done.returncode, done.stdout) == (0, b"ready\n")
+    assert pellucid("health", "--wait", "5", server=scripted.address).returncode == 0
+    scripted.health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
+    done = pellucid("health", server=scripted.address)
+    assert (done.returncode, done.stdout) == (1, b"not ready\n")
+    done = pellucid("health", "--wait", "0.2", server=scripted.address)
+    assert done.returncode == 1
+    assert b"was not ready in time" in done.stderr
+    assert pellucid("cancel", "running", server=scripted.address).returncode == 0
+    done = pellucid("cancel", "gone", server=scripted.address)
+    assert (done.returncode, done.stdout) == (1, b"not found\n")
+
+
+def test_errors_are_one_line(scripted: Scripted) -> None:
+    bad = BadRequest()
+    bad.field_violations.add(field="sampling.temperature", description="200 is not in [0, 100]")
+    bad.field_violations.add(field="sampling.top_p", description="0 is not\n in (0, 1]")
+    scripted.generate = lambda request, context: fail(context, grpc.StatusCode.INVALID_ARGUMENT, "two fields", [bad])
+    done = pellucid("generate", "x", "--temperature", "200", "--top-p", "0", server=scripted.address)
+    expected = "pellucid: sampling.temperature: 200 is not in [0, 100]; sampling.top_p: 0 is not in (0, 1]\n"
+    assert (done.returncode, done.stdout, done.stderr.decode()) == (1, b"", expected)
+
+    busy = RetryInfo()
+    busy.retry_delay.seconds = 2
+    scripted.generate = lambda request, context: fail(
+        context, grpc.StatusCode.RESOURCE_EXHAUSTED, "288 requests in flight", [ErrorInfo(reason="QUEUE_FULL"), busy]
+    )
+    done = pellucid("generate", "x", server=scripted.address)
+    assert done.stderr == b"pellucid: 288 requests in flight; try again in 2 s [QUEUE_FULL]\n"
+
+
+def test_no_server(scripted: Scripted) -> None:
+    address = free_address()
+    for command in (["generate", "x"], ["info"], ["health"]):
+        done = pellucid(*command, server=address)
+        assert done.returncode == 1
+        stderr = done.stderr.decode()
+        assert stderr.startswith(f"pellucid: no connection to the server at {address}: Connection refused")
+        assert "Is `pellucid serve` running there? --server or PELLUCID_SERVER names another." in stderr
+        assert stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        ([], "COMMAND"),
+        (["generat"], "generat"),
+        (["generate", "x", "--top-k", "many"], "--top-k"),
+        (["generate", "x", "--timeout", "-1"], "--timeout"),
+        (["generate", "x", "--timeout", "soon"], "--timeout"),
+        (["generate", "x", "--token-ids", "1"], "--token-ids"),
+        (["generate", "--token-ids", "1,x"], "1,x"),
+        (["generate", "--file", "f", "--concurrency", "0"], "--concurrency"),
+        (["cancel"], "ID"),
+    ],
+)
+def test_a_wrong_command_line_exits_2(arguments: list[str], part: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(arguments)
+    assert caught.value.code == 2
+    assert part in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "stdin", "part"),
+    [
+        (["generate", "--file", "/nonexistent"], b"", "--file /nonexistent: No such file"),
+        (["generate", "--file", "-"], b"\xff\n", "--file -: not UTF-8"),
+        (["generate"], b"a\xff\n", "standard input is not UTF-8"),
+        (["generate", "x", "--top-k", "-1"], b"", "sampling.top_k: cannot hold -1"),
+        (["generate", "--file", "-", "--request-id", "r"], b"a\n", "--request-id"),
+    ],
+)
+def test_an_unusable_input_exits_1(arguments: list[str], stdin: bytes, part: str) -> None:
+    done = pellucid(*arguments, stdin=stdin)
+    assert done.returncode == 1
+    assert done.stderr.decode().startswith(f"pellucid: {part}")
+    assert done.stderr.count(b"\n") == 1
+
+
+def test_ctrl_c_ends_the_request_and_exits_130(scripted: Scripted) -> None:
+    scripted.generate = endless = Endless()
+    process = subprocess.Popen(
+        [*COMMAND, "generate", "x", "--server", scripted.address],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment(),
+    )
+    assert process.stdout is not None
+    assert process.stdout.read(1) == b"a"  # Flushed as it came: the stream has not ended.
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=10)
+    assert (process.returncode, stderr) == (130, b"")
+    assert endless.ended.wait(5)
+
+
+def test_ctrl_c_ends_a_file_of_prompts(scripted: Scripted) -> None:
+    def some_endless(
+        request: inference_pb2.GenerateRequest, context: grpc.ServicerContext
+    ) -> Iterator[inference_pb2.GenerateResponse]:
+        yield from (answer("done") if request.text == "a" else endless)(request, context)
+
+    endless = Endless()
+    scripted.generate = some_endless
+    process = subprocess.Popen(
+        [*COMMAND, "generate", "--file", "-", "--server", scripted.address],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment(),
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(b"a\nb\nc\n")
+    process.stdin.close()
+    assert process.stdout.readline() == b"done\n"
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=10) == 130
+    assert process.stderr is not None
+    assert process.stderr.read() == b""
+    process.stdout.close()
+    process.stderr.close()
+    assert endless.ended.wait(5)
+
+
+@pytest.mark.parametrize("arguments", [["generate", "x"], ["generate", "--file", "-"], ["info"]])
+def test_a_broken_pipe_is_quiet(scripted: Scripted, arguments: list[str]) -> None:
+    scripted.generate = answer(*["x" * 1000] * 200)
+    process = subprocess.Popen(
+        [*COMMAND, *arguments, "--server", scripted.address],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment(),
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.close()
+    process.stdin.write(b"a\nb\n")
+    process.stdin.close()
+    assert process.wait(timeout=10) == 141
+    assert process.stderr.read() == b""
+    process.stderr.close()
+
+
+def test_version() -> None:
+    expected = f"pellucid {pellucid_client.__version__}\n".encode()
+    assert pellucid("version").stdout == expected
+    assert pellucid("--version").stdout == expected
+
+
+class FoundCommands:
+    """Stands in for the installed entry points."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **targets: str) -> None:
+        self.targets = targets
+        monkeypatch.setattr(cli, "entry_points", self)
+
+    def __call__(self, *, group: str, name: str) -> list[EntryPoint]:
+        assert group == "pellucid.commands"
+        return [EntryPoint(name, self.targets[name], group)] if name in self.targets else []
+
+
+def record(argv: list[str]) -> int:
+    print(argv)
+    return 7
+
+
+def needs_more(argv: list[str]) -> int:
+    raise ModuleNotFoundError("No module named 'wanted'", name="wanted")
+
+
+def run_main(*argv: str) -> int | str | None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(list(argv))
+    return caught.value.code
+
+
+def test_commands_of_extras(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "extra_commands", sys.modules[__name__])
+    FoundCommands(monkeypatch, serve="extra_commands:record", mine="extra_commands:record")
+    assert run_main("serve", "--listen", "x", "generate") == 7
+    assert run_main("mine", "--help") == 7
+    assert capsys.readouterr().out == "['--listen', 'x', 'generate']\n['--help']\n"
+    assert run_main("train") == 2
+    assert "pip install 'pellucid[train]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("target", ["no_such_module:run", "extra_commands:needs_more"])
+def test_an_extra_without_its_packages(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], target: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "extra_commands", sys.modules[__name__])
+    FoundCommands(monkeypatch, serve=target, mine=target)
+    assert run_main("serve") == 2
+    captured = capsys.readouterr().err
+    assert captured.startswith("pellucid: `pellucid serve` is not installed here (")
+    assert captured.endswith("is missing): pip install 'pellucid[server]'\n")
+    with pytest.raises(ModuleNotFoundError):  # Somebody else's command: we cannot know what it lacks.
+        cli.main(["mine"])
+
+
+def test_a_missing_module_of_our_own_is_a_bug(monkeypatch: pytest.MonkeyPatch) -> None:
+    FoundCommands(monkeypatch, serve="pellucid_client.no_such_module:run")
+    with pytest.raises(ModuleNotFoundError):
+        cli.main(["serve"])
