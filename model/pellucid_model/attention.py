@@ -47,12 +47,12 @@ class ReferenceAttend:
         outputs = []
         for rows in _slices(self.lengths):
             positions = self.positions[rows]
-            scores = _scores(q[rows], k[rows], scale, softcap)
+            scores = dense_scores(q[rows], k[rows], scale, softcap)
             scores = scores + attention_bias(positions, alibi_slopes, window, scores.dtype)
             weights = torch.softmax(scores, dim=-1)
             if self.maps is not None:
                 self.maps.setdefault(layer, []).append(weights)
-            values = _per_query_head(v[rows], q.shape[1])
+            values = per_query_head(v[rows], q.shape[1])
             outputs.append(torch.einsum("hqk,khd->qhd", weights, values))
         return torch.cat(outputs)
 
@@ -116,12 +116,21 @@ class TrainingAttend:
         return (weights @ v).transpose(1, 2).flatten(0, 1)
 
 
-def attention_bias(positions: Tensor, alibi_slopes: Tensor | None, window: int | None, dtype: torch.dtype) -> Tensor:
+def attention_bias(
+    positions: Tensor,
+    alibi_slopes: Tensor | None,
+    window: int | None,
+    dtype: torch.dtype,
+    *,
+    key_positions: Tensor | None = None,
+) -> Tensor:
     """What is added to one sequence's scores: -inf where a key is in the future or outside the window, and ALiBi.
 
-    positions [n] -> [1 or Hq, n, n]. A window of W sees the query itself and the W - 1 positions before it.
+    positions [n], key_positions [n] (None: the same) -> [1 or Hq, n, n]. A window of W sees the query itself and the
+    W - 1 positions before it.
     """
-    distance = positions[:, None] - positions[None, :]
+    keys = positions if key_positions is None else key_positions
+    distance = positions[:, None] - keys[None, :]
     hidden = distance < 0
     if window is not None:
         hidden = hidden | (distance >= window)
@@ -131,14 +140,14 @@ def attention_bias(positions: Tensor, alibi_slopes: Tensor | None, window: int |
     return bias.masked_fill(hidden, -math.inf)
 
 
-def _scores(q: Tensor, k: Tensor, scale: float | None, softcap: float | None) -> Tensor:
+def dense_scores(q: Tensor, k: Tensor, scale: float | None, softcap: float | None) -> Tensor:
     """q [n, Hq, D], k [n, Hkv, D] -> [Hq, n, n]."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    scores = torch.einsum("qhd,khd->hqk", q, _per_query_head(k, q.shape[1])) * scale
+    scores = torch.einsum("qhd,khd->hqk", q, per_query_head(k, q.shape[1])) * scale
     return scores if softcap is None else softcap * torch.tanh(scores / softcap)
 
 
-def _per_query_head(x: Tensor, heads: int) -> Tensor:
+def per_query_head(x: Tensor, heads: int) -> Tensor:
     """[n, Hkv, D] -> [n, Hq, D]: query head h reads kv head h // (Hq / Hkv)."""
     return x.repeat_interleave(heads // x.shape[1], dim=1)
 

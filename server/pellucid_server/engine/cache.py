@@ -17,6 +17,8 @@ class LayerShape:
 
     kv_heads: int
     head_dim: int
+    window: int | None
+    """The layer's own; None: it sees everything."""
 
 
 class KVCache:
@@ -39,6 +41,12 @@ class KVCache:
 def bytes_per_token(shapes: list[LayerShape], dtype: torch.dtype) -> int:
     """Cache bytes of one token over all layers."""
     return sum(2 * shape.kv_heads * shape.head_dim * dtype.itemsize for shape in shapes)
+
+
+def native_window(shapes: list[LayerShape]) -> int:
+    """The widest window where every layer has one: no row looks further back; 0 where some layer sees everything."""
+    windows = [shape.window for shape in shapes if shape.window is not None]
+    return max(windows) if len(windows) == len(shapes) else 0
 
 
 def default_block_size(context_length: int) -> int:
@@ -84,5 +92,5 @@ class _Recorder:
                 f"layer {layer} attends with q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}: k and v must "
                 "have the same shape, and q the same head_dim and a multiple of their heads"
             )
-        self.shapes[layer] = LayerShape(kv_heads=k.shape[1], head_dim=k.shape[2])
+        self.shapes[layer] = LayerShape(kv_heads=k.shape[1], head_dim=k.shape[2], window=window)
         return torch.zeros_like(q)

@@ -99,7 +99,9 @@ class Engine:
         return self._sampler.sample(logits, rows) if rows else []
 
     def _new_scheduler(self) -> Scheduler:
-        return Scheduler(self._loaded.pool, self._configure.max_running, self._configure.max_step_tokens)
+        configure = self._configure
+        window = self._loaded.ready.native_window
+        return Scheduler(self._loaded.pool, configure.max_running, configure.max_step_tokens, window)
 
     def _stats(self, step: Step | None, seconds: float, phase: Phase = "idle") -> Stats:
         scheduler, pool = self._scheduler, self._loaded.pool

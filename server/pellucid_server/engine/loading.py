@@ -14,7 +14,14 @@ import torch
 from pellucid_model.checkpoint import INDEX, WEIGHTS, Checkpoint, load_checkpoint
 from pellucid_model.errors import CheckpointError, ModelError
 from pellucid_model.kernels import Kernels, accelerate, library, select_kernels
-from pellucid_server.engine.cache import KVCache, LayerShape, bytes_per_token, default_block_size, learn_shapes
+from pellucid_server.engine.cache import (
+    KVCache,
+    LayerShape,
+    bytes_per_token,
+    default_block_size,
+    learn_shapes,
+    native_window,
+)
 from pellucid_server.engine.memory import available_memory, format_bytes
 from pellucid_server.engine.messages import Configure, Ready
 from pellucid_server.engine.runner import ModelRunner
@@ -69,6 +76,8 @@ def load(configure: Configure) -> Loaded:
         vocab_size=vocab_size,
         parameters=parameters,
         context_length=context_length,
+        position_scheme=checkpoint.model.position_scheme,
+        native_window=native_window(shapes),
         kv_block_size=block_size,
         kv_block_count=blocks,
         kv_bytes=blocks * block_size * bytes_per_token(shapes, dtype),

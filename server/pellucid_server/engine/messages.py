@@ -13,6 +13,8 @@ from typing import Literal
 
 import msgspec
 
+from pellucid_server.kv.window import ContextWindow
+
 FinishKind = Literal["eos", "stop_token", "max_new_tokens", "context_full", "time_limit", "deadline", "non_finite"]
 """Ends that the engine decides. Stop strings, cancels and disconnects are the frontend's, by Abort."""
 
@@ -61,6 +63,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     stop_ids: list[int]
     max_length: int
     """Prompt + output may not pass this many tokens; the sequence then ends as context_full."""
+    context: ContextWindow = ContextWindow()
     generated: list[int] = []
     deadline: float | None = None
     """The caller's deadline: ends as "deadline"."""
@@ -90,6 +93,10 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     batch_invariant: bool
     architecture: str
     notices: list[str] = []
+    position_scheme: str = "absolute"
+    """How the model treats positions; with "absolute" no window can roll."""
+    native_window: int = 0
+    """The widest window of a model all of whose layers have one; else 0."""
 
 
 class StartFailed(msgspec.Struct, frozen=True, tag=True):

@@ -11,6 +11,35 @@ from pellucid_model.contract import DecoderModel, Rotary
 from pellucid_model.kernels import Kernels, RotaryTables
 from pellucid_server.engine.cache import KVCache
 from pellucid_server.engine.scheduler import Step
+from pellucid_server.kv.window import ContextWindow
+
+
+@dataclass(frozen=True)
+class RollingWindows:
+    """Windows and sinks of a batch in which some sequence rolls."""
+
+    window: Tensor
+    """[S] int32; 0: the sequence does not roll."""
+    sinks: Tensor
+    """[S] int32."""
+    sink_query_positions: Tensor
+    """[T] int32: where a row stands when it looks at sinks that its window has left behind."""
+
+    @staticmethod
+    def of(step: Step, device: torch.device) -> RollingWindows | None:
+        contexts = [chunk.sequence.request.context for chunk in step.chunks]
+        if all(context.kind != "roll" for context in contexts):
+            return None
+        rolls = [context if context.kind == "roll" else ContextWindow() for context in contexts]
+        stand: list[int] = []
+        for chunk, context in zip(step.chunks, rolls, strict=True):
+            rows = range(chunk.start, chunk.start + chunk.count)
+            stand += [min(t, context.span - 1) for t in rows] if context.kind == "roll" else rows
+        return RollingWindows(
+            window=torch.tensor([context.window for context in rolls], dtype=torch.int32, device=device),
+            sinks=torch.tensor([context.sinks for context in rolls], dtype=torch.int32, device=device),
+            sink_query_positions=torch.tensor(stand, dtype=torch.int32, device=device),
+        )
 
 
 @dataclass(frozen=True)
@@ -20,13 +49,15 @@ class RaggedBatch:
     tokens: Tensor
     """[T] int64."""
     positions: Tensor
-    """[T] int64, each token's index in its sequence."""
+    """[T] int64, each token's place in its sequence's view."""
     row_sequence: Tensor
     """[T] int32, which of the S sequences a token belongs to."""
     block_tables: Tensor
     """[S, most blocks] int32, -1 beyond a sequence's own."""
     sampled_rows: Tensor
     """[R] int64, rows whose logits are wanted, in the order of the chunks."""
+    rolling: RollingWindows | None
+    """None where no sequence rolls."""
 
     @staticmethod
     def of(step: Step, device: torch.device) -> RaggedBatch:
@@ -37,9 +68,8 @@ class RaggedBatch:
         width = max(len(chunk.sequence.blocks) for chunk in step.chunks)
         tables = []
         for index, chunk in enumerate(step.chunks):
-            end = chunk.start + chunk.count
-            tokens += chunk.sequence.tokens[chunk.start : end]
-            positions += range(chunk.start, end)
+            tokens += chunk.sequence.view(chunk.start, chunk.count)
+            positions += range(chunk.start, chunk.start + chunk.count)
             row_sequence += [index] * chunk.count
             tables.append(chunk.sequence.blocks + [-1] * (width - len(chunk.sequence.blocks)))
             if chunk.samples:
@@ -50,6 +80,7 @@ class RaggedBatch:
             row_sequence=torch.tensor(row_sequence, dtype=torch.int32, device=device),
             block_tables=torch.tensor(tables, dtype=torch.int32, device=device),
             sampled_rows=torch.tensor(sampled_rows, dtype=torch.int64, device=device),
+            rolling=RollingWindows.of(step, device),
         )
 
 
@@ -93,13 +124,19 @@ class PagedAttend:
             sin=sin,
             interleaved=rotary is not None and rotary.interleaved,
             alibi_slopes=alibi_slopes,
-            window=None if window is None else self._windows(window),
             softcap=softcap,
+            **self._windows(window),
         )
 
-    def _windows(self, window: int) -> Tensor:
-        """The layer's window, for every sequence [S] int32."""
-        return torch.full_like(self._batch.block_tables[:, 0], window)
+    def _windows(self, own: int | None) -> dict[str, Tensor]:
+        """What the operator is told of windows in a layer with a window of its `own`, or without."""
+        rolling = self._batch.rolling
+        if own is None:
+            return {} if rolling is None else vars(rolling)
+        window = torch.full_like(self._batch.block_tables[:, 0], own)
+        if rolling is not None:
+            window = torch.where(rolling.window > 0, torch.minimum(window, rolling.window), window)
+        return {"window": window}
 
 
 class Angles:

@@ -2,8 +2,12 @@
 
 Comes in: sequences (`submit`), aborts (`abort`), the time. Goes out: a `Step`, then, once it has run, what it brought
 for each sequence (`complete`). A sequence's state is its tokens and how many of them are computed, that is, have their
-keys and values in the cache; prefill, chunked prefill, decode and recomputation after a preemption are all "compute
-the tokens that are not computed yet".
+keys and values in the cache; prefill, chunked prefill, decode, recomputation after a preemption and after the move of a
+re-encoded window are all "compute the tokens that are not computed yet".
+
+Under a re-encoded window (kv/window.py) the cache holds a *view* of the sequence: its sinks and what follows the
+origin, `offset` tokens in between left out. Chunks and positions count in the view. Without such a window the view is
+the sequence.
 
 Order of a step's side effects: expired sequences end; running sequences get tokens and blocks, decodes first; where
 blocks run out the youngest running sequence gives all of its own back and waits again (it is computed again later, from
@@ -19,6 +23,9 @@ from dataclasses import dataclass, field
 from pellucid_server.engine.messages import Finished, FinishKind, Progress, Submit
 from pellucid_server.kv.blocks import BlockPool
 
+FREED = -1
+"""In a block table: the block has gone back to the pool, and no row looks there any more."""
+
 
 @dataclass(eq=False, slots=True)
 class SequenceState:
@@ -26,11 +33,18 @@ class SequenceState:
 
     request: Submit
     arrival: int
+    max_length: int
+    """The request's, or what the whole pool holds where that is less and no window makes up for it."""
     tokens: list[int]
     """Prompt and output."""
+    offset: int = 0
+    """Tokens left out of the view, behind the sinks."""
     computed: int = 0
-    """How many of `tokens`, from the left, have keys and values in the cache."""
+    """How many tokens of the view, from the left, have keys and values in the cache."""
     blocks: list[int] = field(default_factory=list)
+    """The block table; FREED where a window has passed a block by."""
+    freed: int = 0
+    """How many blocks of the table are FREED: a run behind those of the sinks."""
     first_scheduled_at: float | None = None
     preemptions: int = 0
 
@@ -39,9 +53,24 @@ class SequenceState:
         return len(self.tokens) - len(self.request.prompt)
 
     @property
+    def view_length(self) -> int:
+        return len(self.tokens) - self.offset
+
+    @property
     def pending(self) -> int:
-        """Tokens still to be computed."""
-        return len(self.tokens) - self.computed
+        """Tokens of the view still to be computed."""
+        return self.view_length - self.computed
+
+    @property
+    def held_blocks(self) -> list[int]:
+        return [block for block in self.blocks if block != FREED]
+
+    def view(self, start: int, count: int) -> list[int]:
+        """Tokens of the view from its place `start` on."""
+        sinks, offset = self.request.context.sinks, self.offset
+        if offset == 0 or start >= sinks:
+            return self.tokens[start + offset : start + offset + count]
+        return (self.tokens[:sinks] + self.tokens[sinks + offset :])[start : start + count]
 
     @property
     def banned_ids(self) -> Sequence[int]:
@@ -53,7 +82,7 @@ class SequenceState:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """`count` tokens of a sequence, from its token `start` on. `samples`: the next token is to be sampled after it."""
+    """`count` tokens of a sequence's view, from its place `start` on. `samples`: the next token is sampled after it."""
 
     sequence: SequenceState
     start: int
@@ -78,14 +107,16 @@ class Scheduler:
 
     max_running      sequences that may hold blocks at once
     max_step_tokens  token budget of a step, at least max_running, so that every decode moves in every step
+    native_window    the widest window of a model all of whose layers have one, so that older blocks can go; else 0
     """
 
-    def __init__(self, pool: BlockPool, max_running: int, max_step_tokens: int) -> None:
+    def __init__(self, pool: BlockPool, max_running: int, max_step_tokens: int, native_window: int = 0) -> None:
         if max_step_tokens < max_running:
             raise ValueError(f"max_step_tokens = {max_step_tokens} must be at least max_running = {max_running}")
         self.pool = pool
         self.max_running = max_running
         self.max_step_tokens = max_step_tokens
+        self.native_window = native_window
         self.running: list[SequenceState] = []
         """In the order of arrival."""
         self.waiting: list[SequenceState] = []
@@ -96,11 +127,13 @@ class Scheduler:
         self._expiries: list[tuple[float, int]] = []
 
     def submit(self, request: Submit) -> None:
-        """Queue a sequence. It must be able to fit: at most max_length <= the pool's capacity tokens."""
-        if not 1 <= len(request.prompt) + len(request.generated) <= self.pool.token_capacity:
-            raise ValueError(f"sequence {request.key} can never run: {len(request.prompt)} prompt tokens")
+        """Queue a sequence. Raises ValueError where the whole pool could not hold its tokens or their window."""
         tokens = [*request.prompt, *request.generated]
-        sequence = SequenceState(request, self._arrivals, tokens)
+        if not tokens or self._blocks_needed(request, len(tokens)) > self.pool.count:
+            raise ValueError(f"sequence {request.key} can never run: {len(tokens)} tokens, {self.pool.count} blocks")
+        fits = self._blocks_needed(request, request.max_length) <= self.pool.count
+        max_length = request.max_length if fits else self.pool.token_capacity
+        sequence = SequenceState(request, self._arrivals, max_length, tokens)
         self._arrivals += 1
         self._by_key[request.key] = sequence
         self.waiting.insert(0, sequence)
@@ -134,12 +167,15 @@ class Scheduler:
         expired = self._expire(now)
         planned: dict[int, Chunk] = {}
         budget = self.max_step_tokens
+        for sequence in self.running:
+            self._move_window(sequence)
         decodes = [sequence for sequence in self.running if sequence.pending == 1]
         prefills = [sequence for sequence in self.running if sequence.pending > 1]
         for sequence in decodes + prefills:
             budget -= self._plan(sequence, budget, planned)
         while budget > 0 and self._may_admit():
             sequence = self.waiting.pop()
+            self._move_window(sequence)
             self.running.append(sequence)
             budget -= self._plan(sequence, budget, planned)
         for chunk in planned.values():
@@ -167,29 +203,61 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Raise RuntimeError where blocks are lost or shared, or a sequence is in two places."""
-        self.pool.check_integrity(sequence.blocks for sequence in self._by_key.values())
+        self.pool.check_integrity(sequence.held_blocks for sequence in self._by_key.values())
         places = sorted(sequence.request.key for sequence in self.running + self.waiting)
         if places != sorted(self._by_key):
             raise RuntimeError(f"sequences {sorted(self._by_key)} are queued as {places}")
 
     def _plan(self, sequence: SequenceState, budget: int, planned: dict[int, Chunk]) -> int:
         """Add the sequence's chunk to the plan -> tokens spent, less those of sequences it pushed out of the plan."""
-        count = min(sequence.pending, budget)
-        if count <= 0 or sequence not in self.running:
+        if budget <= 0 or sequence not in self.running:
             return 0
-        need = self.pool.blocks_for(sequence.computed + count) - len(sequence.blocks)
         spent = 0
-        while need > self.pool.free:
+        while self._room(sequence) < 1:
             victim = self.running[-1]
             chunk = planned.pop(victim.request.key, None)
             spent -= chunk.count if chunk else 0
             self._preempt(victim)
             if victim is sequence:
                 return spent
-        sequence.blocks += self.pool.allocate(need)
+        count = min(sequence.pending, budget, self._room(sequence))
+        missing = self.pool.blocks_for(sequence.computed + count) - len(sequence.blocks)
+        sequence.blocks += self.pool.allocate(max(0, missing))
         samples = count == sequence.pending and sequence.request.max_new_tokens > 0
         planned[sequence.request.key] = Chunk(sequence, sequence.computed, count, samples)
         return spent + count
+
+    def _room(self, sequence: SequenceState) -> int:
+        """Tokens that the sequence can compute in the blocks it holds and those that are free.
+
+        A chunk shrinks to this rather than push others out: they make room only where there is none for one token.
+        """
+        return (len(sequence.blocks) + self.pool.free) * self.pool.block_size - sequence.computed
+
+    def _blocks_needed(self, request: Submit, length: int) -> int:
+        return request.context.blocks_needed(length, self.pool.block_size, self.native_window)
+
+    def _move_window(self, sequence: SequenceState) -> None:
+        """Let the window follow the sequence's last token: move a re-encoded view, or free what has rolled out."""
+        context = sequence.request.context
+        offset = context.offset(len(sequence.tokens) - 1)
+        if offset != sequence.offset:
+            sequence.offset = offset
+            if sequence.freed:
+                self._release(sequence)
+                sequence.computed = 0
+            # The sinks keep their positions and see only each other, so they stay as they are.
+            sequence.computed = min(sequence.computed, context.sinks)
+        kept_from, sinks = context.first_kept(sequence.computed), context.sinks
+        if self.native_window:
+            kept_from, sinks = max(kept_from, sequence.computed - self.native_window + 1), 0
+        begin = self.pool.blocks_for(sinks) + sequence.freed
+        passed = slice(begin, min(kept_from // self.pool.block_size, len(sequence.blocks)))
+        if passed.start < passed.stop:
+            count = passed.stop - passed.start
+            self.pool.release(sequence.blocks[passed])
+            sequence.blocks[passed] = [FREED] * count
+            sequence.freed += count
 
     def _may_admit(self) -> bool:
         """The next waiting sequence starts only where all it has to compute fits, so that it is not pushed out at once.
@@ -198,12 +266,12 @@ class Scheduler:
         """
         if not self.waiting or len(self.running) >= self.max_running:
             return False
-        return self.pool.blocks_for(len(self.waiting[-1].tokens)) <= self.pool.free
+        sequence = self.waiting[-1]
+        return self._blocks_needed(sequence.request, len(sequence.tokens)) <= self.pool.free
 
     def _preempt(self, sequence: SequenceState) -> None:
         """Take all blocks away; the sequence waits at the front, for whatever runs is older than whatever waits."""
-        self.pool.release(sequence.blocks)
-        sequence.blocks = []
+        self._release(sequence)
         sequence.computed = 0
         sequence.preemptions += 1
         self.preemptions += 1
@@ -226,8 +294,12 @@ class Scheduler:
     def _remove(self, sequence: SequenceState) -> None:
         del self._by_key[sequence.request.key]
         (self.running if sequence in self.running else self.waiting).remove(sequence)
-        self.pool.release(sequence.blocks)
+        self._release(sequence)
+
+    def _release(self, sequence: SequenceState) -> None:
+        self.pool.release(sequence.held_blocks)
         sequence.blocks = []
+        sequence.freed = 0
 
     def _finished(self, sequence: SequenceState, chunk: Chunk, token: int | None) -> Finished | None:
         """Whether the sequence ends with this token, and why. Tokens that end it win over the limits they reach."""
@@ -243,7 +315,7 @@ class Scheduler:
             return Finished("stop_token", token)
         if sequence.output_count + 1 >= request.max_new_tokens:
             return Finished("max_new_tokens")
-        if len(sequence.tokens) + 1 >= min(request.max_length, self.pool.token_capacity):
+        if len(sequence.tokens) + 1 >= sequence.max_length:
             return Finished("context_full")
         return None
 

@@ -51,14 +51,21 @@ class ContextWindow(msgspec.Struct, frozen=True, array_like=True):
         """How often the window moved between token `first` and token `last`: by one under roll, else by `hop`."""
         return (self.unseen(last) - self.unseen(first)) // (self.hop if self.kind == "reencode" else 1)
 
-    def blocks_needed(self, length: int, block_size: int) -> int:
+    def blocks_needed(self, length: int, block_size: int, native_window: int = 0) -> int:
         """KV blocks with which a sequence of `length` tokens can always go on, if only by one token at a time.
 
-        A rolling window may begin and end in the middle of blocks, and its sinks have blocks of their own.
+        native_window  the widest window of a model all of whose layers have one; else 0
+
+        A window that slides over the blocks may begin and end in the middle of one, and sinks have blocks of their own.
         """
-        whole = -(-length // block_size)
-        if self.kind == "full":
-            return whole
+        blocks = -(-length // block_size)
         if self.kind == "reencode":
-            return min(whole, -(-self.span // block_size))
-        return min(whole, -(-self.sinks // block_size) + -(-(self.window - 1) // block_size) + 1)
+            blocks = min(blocks, -(-self.span // block_size))
+        if self.kind == "roll":
+            blocks = min(blocks, -(-self.sinks // block_size) + _straddled(self.window, block_size))
+        return min(blocks, _straddled(native_window, block_size)) if native_window else blocks
+
+
+def _straddled(window: int, block_size: int) -> int:
+    """Blocks that `window` consecutive tokens touch at the most."""
+    return -(-(window - 1) // block_size) + 1

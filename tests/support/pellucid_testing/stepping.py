@@ -74,7 +74,8 @@ class Stepper:
         pool = self.loaded.pool
         if blocks:
             pool = BlockPool(blocks, pool.block_size)
-        scheduler = Scheduler(pool, self.max_running, max_step_tokens or self.max_step_tokens)
+        window = self.loaded.ready.native_window
+        scheduler = Scheduler(pool, self.max_running, max_step_tokens or self.max_step_tokens, window)
         sampler = Sampler(self.loaded.ready.vocab_size, library.load_library())
         self.logits, self.tokens, self.ends, self.batch_sizes = {}, {}, {}, []
         coming, steps = list(requests), 0

@@ -1,0 +1,151 @@
+"""The same operators in plain torch: for devices and machines without compiled kernels, and easy to read.
+
+Any device and any float dtype. Slower, and a row's last bits may depend on the batch it is in.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pellucid_model.kernels.interface import Activation, PackedLinear
+from pellucid_model.kernels.native import ACTIVATIONS, check_attention_shapes
+
+
+class TorchKernels:
+    """The `Kernels` protocol on torch's own operators."""
+
+    name = "torch"
+    batch_invariant = False
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> PackedLinear:
+        if weight.dim() != 2 or 0 in weight.shape:
+            raise ValueError(f"weight must be [N, K], not {list(weight.shape)}")
+        outputs, inputs = weight.shape
+        if bias is not None and bias.shape != (outputs,):
+            raise ValueError(f"bias must be [{outputs}], not {list(bias.shape)}")
+        own_bias = None if bias is None else bias.detach().clone()
+        return PackedLinear(weight.detach().to(dtype, copy=True), own_bias, inputs, outputs, dtype)
+
+    def linear(self, x: Tensor, packed: PackedLinear) -> Tensor:
+        if x.shape[-1] != packed.in_features:
+            raise ValueError(f"x must be [..., {packed.in_features}], not {list(x.shape)}")
+        out = F.linear(x.to(packed.dtype), packed.weight).to(x.dtype)
+        return out if packed.bias is None else out + packed.bias.to(x.dtype)
+
+    def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+        return F.rms_norm(x, (x.shape[-1],), weight, eps)
+
+    def layer_norm(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+        return F.layer_norm(x, (x.shape[-1],), weight, bias, eps)
+
+    def activation(self, kind: Activation, x: Tensor) -> Tensor:
+        match kind:
+            case "relu":
+                return F.relu(x)
+            case "gelu":
+                return F.gelu(x)
+            case "gelu_tanh":
+                return F.gelu(x, approximate="tanh")
+            case "silu":
+                return F.silu(x)
+        raise ValueError(f"kind must be one of {', '.join(ACTIVATIONS)}, not {kind!r}")
+
+    def paged_attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        *,
+        row_sequence: Tensor,
+        positions: Tensor,
+        block_tables: Tensor,
+        scale: float,
+        cos: Tensor | None = None,
+        sin: Tensor | None = None,
+        interleaved: bool = False,
+        alibi_slopes: Tensor | None = None,
+        window: Tensor | None = None,
+        sinks: Tensor | None = None,
+        sink_query_positions: Tensor | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        check_attention_shapes(q, k_cache, block_tables, cos, sin)
+        angles = None if cos is None or sin is None else (cos, sin)
+        positions = positions.long()
+        sink_positions = positions if sink_query_positions is None else sink_query_positions.long()
+        _write_cache(k_cache, rotate(k, positions, angles, interleaved), row_sequence, positions, block_tables)
+        _write_cache(v_cache, v, row_sequence, positions, block_tables)
+
+        group = q.shape[1] // k_cache.shape[1]
+        out = torch.empty_like(q)
+        for sequence in row_sequence.unique().tolist():
+            rows = (row_sequence == sequence).nonzero().squeeze(1)
+            at, length = positions[rows], int(positions[rows].max()) + 1
+            keys = _gather(k_cache, block_tables[sequence], length).to(q.dtype).repeat_interleave(group, dim=0)
+            values = _gather(v_cache, block_tables[sequence], length).to(q.dtype).repeat_interleave(group, dim=0)
+
+            def score(query_positions: Tensor, rows: Tensor = rows, keys: Tensor = keys) -> Tensor:
+                query = rotate(q[rows], query_positions, angles, interleaved)
+                scores = torch.einsum("thd,hjd->htj", query, keys) * scale
+                if softcap:
+                    scores = softcap * torch.tanh(scores / softcap)
+                if alibi_slopes is not None:
+                    distance = query_positions[:, None] - torch.arange(keys.shape[1], device=q.device)
+                    scores = scores - alibi_slopes[:, None, None].to(q.dtype) * distance
+                return scores
+
+            key = torch.arange(length, device=q.device)
+            start = at - (int(window[sequence]) or length) + 1 if window is not None else torch.zeros_like(at)
+            in_window = (key >= start[:, None]) & (key <= at[:, None])  # [t, length]
+            is_sink = (key < (int(sinks[sequence]) if sinks is not None else 0)) & (key < start[:, None])
+            scores = torch.where(is_sink, score(sink_positions[rows]), score(at))
+            out[rows] = _weighted_values(scores, in_window | is_sink, values)
+        return out
+
+
+def rotate(x: Tensor, positions: Tensor, angles: tuple[Tensor, Tensor] | None, interleaved: bool) -> Tensor:
+    """x [T, H, D] with its first dimensions rotated by the rows `positions` of cos and sin [P, dim / 2]."""
+    if angles is None:
+        return x
+    cos, sin = (table[positions][:, None].to(x.dtype) for table in angles)  # [T, 1, dim / 2]
+    dim = 2 * cos.shape[-1]
+    head, rest = x[..., :dim], x[..., dim:]
+    pairs = head.unflatten(-1, (dim // 2, 2)) if interleaved else head.unflatten(-1, (2, dim // 2)).transpose(-1, -2)
+    first, second = pairs.unbind(-1)
+    turned = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    head = turned.flatten(-2) if interleaved else turned.transpose(-1, -2).flatten(-2)
+    return torch.cat((head, rest), dim=-1)
+
+
+def _write_cache(cache: Tensor, new: Tensor, row_sequence: Tensor, positions: Tensor, block_tables: Tensor) -> None:
+    """cache [blocks, Hkv, block_size, D]; new [T, Hkv, D]."""
+    size = cache.shape[2]
+    slots = block_tables.shape[1] * size
+    if positions.numel() and (int(positions.min()) < 0 or int(positions.max()) >= slots):
+        raise ValueError(f"positions holds a value below 0 or beyond block_tables ({slots} slots)")
+    blocks = block_tables[row_sequence.long(), positions // size].long()
+    if blocks.numel() and (int(blocks.min()) < 0 or int(blocks.max()) >= cache.shape[0]):
+        raise ValueError(f"block_tables has no block in 0 to {cache.shape[0]} - 1 for a position that a row writes")
+    cache[blocks, :, positions % size] = new.to(cache.dtype)
+
+
+def _gather(cache: Tensor, table: Tensor, length: int) -> Tensor:
+    """The first `length` slots of one sequence: [Hkv, length, D]. What no block holds is whatever block 0 contains."""
+    held = table[: -(-length // cache.shape[2])].clamp(min=0)
+    return cache[held.long()].transpose(0, 1).flatten(1, 2)[:, :length]
+
+
+def _weighted_values(scores: Tensor, visible: Tensor, values: Tensor) -> Tensor:
+    """softmax(scores) · values over what is visible. scores [H, t, j], visible [t, j], values [H, j, D] -> [t, H, D].
+
+    0 times NaN is NaN, so a value that is not finite is taken out and reaches only the rows that see it.
+    """
+    weights = torch.softmax(scores.masked_fill(~visible, -torch.inf), dim=-1)
+    finite = values.isfinite()
+    out = weights @ values.where(finite, 0)
+    spoiled = visible.to(values.dtype) @ (~finite).to(values.dtype)
+    return out.masked_fill(spoiled > 0, torch.nan).transpose(0, 1)

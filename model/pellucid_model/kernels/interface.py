@@ -1,0 +1,107 @@
+"""The operators that a model's fast path is made of, as one protocol with two implementations: native and fallback."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+Activation = Literal["relu", "gelu", "gelu_tanh", "silu"]
+"""gelu is the exact one (erf); gelu_tanh its tanh approximation."""
+
+
+@dataclass(frozen=True, eq=False)
+class PackedLinear:
+    """A linear layer's weights in the layout of the kernels that packed them.
+
+    weight  packed; only the kernels that made it know its layout
+    bias    [out_features], float32 for the native kernels, or None
+    dtype   what the weights were rounded to
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    in_features: int
+    out_features: int
+    dtype: torch.dtype
+
+
+class Kernels(Protocol):
+    """Activations are float32 between operators; `dtype` concerns stored weights and the KV cache."""
+
+    @property
+    def name(self) -> str:
+        """What runs: a compiled variant ("avx512-bf16", "avx512", "avx2", "portable") or "torch"."""
+        ...
+
+    @property
+    def batch_invariant(self) -> bool:
+        """Whether a row's result is the same to the last bit whatever else is in the batch."""
+        ...
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> PackedLinear:
+        """Prepare weight [N, K] and bias [N] once, with the weight rounded to `dtype`."""
+        ...
+
+    def linear(self, x: Tensor, packed: PackedLinear) -> Tensor:
+        """x [..., K] -> [..., N]. With bfloat16 weights x is rounded to bfloat16 once; sums are float32."""
+        ...
+
+    def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+        """x / sqrt(mean(x²) + eps) * weight over the last dimension (Zhang & Sennrich 2019, arXiv:1910.07467)."""
+        ...
+
+    def layer_norm(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+        """(x - mean) / sqrt(variance + eps) * weight + bias over the last dimension (Ba et al., arXiv:1607.06450)."""
+        ...
+
+    def activation(self, kind: Activation, x: Tensor) -> Tensor:
+        """Elementwise, any shape."""
+        ...
+
+    def paged_attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        *,
+        row_sequence: Tensor,
+        positions: Tensor,
+        block_tables: Tensor,
+        scale: float,
+        cos: Tensor | None = None,
+        sin: Tensor | None = None,
+        interleaved: bool = False,
+        alibi_slopes: Tensor | None = None,
+        window: Tensor | None = None,
+        sinks: Tensor | None = None,
+        sink_query_positions: Tensor | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        """Write the new keys and values of T rows into the cache, then attend from each row. One layer.
+
+        q                     [T, Hq, D], not rotated
+        k, v                  [T, Hkv, D], k not rotated; query head h reads kv head h // (Hq / Hkv)
+        k_cache, v_cache      [blocks, Hkv, block_size, D], float32 or bfloat16, changed in place; keys are kept rotated
+        row_sequence          int32 [T]: which of the S sequences a row belongs to
+        positions             int32 [T]: index in the sequence, hence its slot: block table[position // block_size]
+        block_tables          int32 [S, n]: cache block of each block of positions; -1 where none is held, which is
+                              never touched as long as no row sees it
+        scale                 factor on q · k
+        cos, sin              float32 [P, dim / 2] by position: rotates the first `dim` dimensions; None: no rotation
+        interleaved           pairs are (0, 1), (2, 3), … instead of (0, dim/2), (1, dim/2 + 1), …
+        alibi_slopes          float32 [Hq]: adds -slope * (query position - key position)
+        window                int32 [S]: a row at t sees positions t - window + 1 to t; 0 or None: everything up to t
+        sinks                 int32 [S]: the first `sinks` positions stay visible when the window has moved past them
+        sink_query_positions  int32 [T]: where the query stands (rotation, ALiBi distance) when it looks at sinks that
+                              its window has left behind; None: at its own position
+        softcap               score = softcap * tanh(score / softcap), before ALiBi
+        returns               [T, Hq, D]
+
+        ValueError names an argument whose type, shape or values do not fit. Two rows never share a slot.
+        """
+        ...

@@ -1,0 +1,229 @@
+"""The compiled operators behind the `Kernels` protocol: checks shapes and types, then calls C through ctypes.
+
+ctypes lets go of Python's lock during a call. Every operator returns a new tensor.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_float, c_int32, c_int64, c_void_p
+
+import torch
+from torch import Tensor
+
+from pellucid_model.kernels import library
+from pellucid_model.kernels.interface import Activation, PackedLinear
+
+PANEL = 32  # output columns that lie together in a packed weight; see src/linear.cpp
+ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")
+
+
+class _AttentionArguments(ctypes.Structure):
+    """Mirrors Arguments in src/attention_arguments.h."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("q", "k", "v", "k_cache", "v_cache", "out")),
+        *((name, c_void_p) for name in ("row_sequence", "positions", "block_tables")),
+        *((name, c_void_p) for name in ("window", "sinks", "sink_query_positions")),
+        *((name, c_void_p) for name in ("cos", "sin", "alibi_slopes")),
+        *((name, c_int64) for name in ("rows", "query_heads", "kv_heads", "head_dim")),
+        *((name, c_int64) for name in ("blocks", "block_size", "sequences", "table_width")),
+        *((name, c_int64) for name in ("rotary_positions", "rotary_dim")),
+        *((name, c_float) for name in ("scale", "softcap")),
+        *((name, c_int32) for name in ("interleaved", "cache_is_bfloat16", "threads")),
+    )
+
+
+_ATTENTION_ERRORS = (
+    None,
+    "row_sequence holds a value outside 0 to {sequences} - 1",
+    "positions holds a value below 0, or beyond block_tables ({slots} slots) or the rows of cos and sin",
+    "sink_query_positions holds a value below 0 or beyond the rows of cos and sin",
+    "block_tables has no block in 0 to {blocks} - 1 for a position that a row writes or sees",
+)
+
+
+class NativeKernels:
+    """One compiled variant. A row's result does not depend on the batch, the chunk or the number of threads."""
+
+    batch_invariant = True
+
+    def __init__(self, variant: str) -> None:
+        self.name = variant
+        self._library = library.load_variant(variant)
+        self._library.pellucid_paged_attention.restype = c_int32
+        for function in ("rms_norm", "layer_norm", *ACTIVATIONS, "linear_float32", "linear_bfloat16"):
+            getattr(self._library, f"pellucid_{function}").restype = None
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> PackedLinear:
+        if weight.dim() != 2 or 0 in weight.shape:
+            raise ValueError(f"weight must be [N, K], not {list(weight.shape)}")
+        outputs, inputs = weight.shape
+        if bias is not None and bias.shape != (outputs,):
+            raise ValueError(f"bias must be [{outputs}], not {list(bias.shape)}")
+        if dtype not in (torch.float32, torch.bfloat16):
+            raise ValueError(f"dtype must be torch.float32 or torch.bfloat16, not {dtype}")
+        step = 2 if dtype == torch.bfloat16 else 1
+        panels, steps = -(-outputs // PANEL), -(-inputs // step)
+        padded = torch.zeros(panels * PANEL, steps * step, dtype=dtype)
+        padded[:outputs, :inputs] = weight.detach()
+        packed = padded.view(panels, PANEL, steps, step).transpose(1, 2).contiguous()
+        own_bias = None if bias is None else bias.detach().float().clone()
+        return PackedLinear(packed, own_bias, inputs, outputs, dtype)
+
+    def linear(self, x: Tensor, packed: PackedLinear) -> Tensor:
+        _check("x", x, torch.float32, (*x.shape[:-1], packed.in_features))
+        x = x.contiguous()
+        out = x.new_empty(*x.shape[:-1], packed.out_features)
+        call = self._library.pellucid_linear_bfloat16
+        if packed.dtype == torch.float32:
+            call = self._library.pellucid_linear_float32
+        rows = x.numel() // packed.in_features
+        sizes = (c_int64(rows), c_int64(packed.in_features), c_int64(packed.out_features))
+        call(_address(x), _address(packed.weight), _address(packed.bias), _address(out), *sizes, library.threads())
+        return out
+
+    def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+        x, size, rows = _rows(x, weight=weight)
+        out = torch.empty_like(x)
+        sizes = (c_int64(rows), c_int64(size), c_float(eps), library.threads())
+        self._library.pellucid_rms_norm(_address(x), _address(weight), _address(out), *sizes)
+        return out
+
+    def layer_norm(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+        x, size, rows = _rows(x, weight=weight, bias=bias)
+        out = torch.empty_like(x)
+        sizes = (c_int64(rows), c_int64(size), c_float(eps), library.threads())
+        self._library.pellucid_layer_norm(_address(x), _address(weight), _address(bias), _address(out), *sizes)
+        return out
+
+    def activation(self, kind: Activation, x: Tensor) -> Tensor:
+        if kind not in ACTIVATIONS:
+            raise ValueError(f"kind must be one of {', '.join(ACTIVATIONS)}, not {kind!r}")
+        _check("x", x, torch.float32, x.shape)
+        x = x.contiguous()
+        out = torch.empty_like(x)
+        call = getattr(self._library, f"pellucid_{kind}")
+        call(_address(x), _address(out), c_int64(x.numel()), library.threads())
+        return out
+
+    def paged_attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        *,
+        row_sequence: Tensor,
+        positions: Tensor,
+        block_tables: Tensor,
+        scale: float,
+        cos: Tensor | None = None,
+        sin: Tensor | None = None,
+        interleaved: bool = False,
+        alibi_slopes: Tensor | None = None,
+        window: Tensor | None = None,
+        sinks: Tensor | None = None,
+        sink_query_positions: Tensor | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        check_attention_shapes(q, k_cache, block_tables, cos, sin)
+        rows, query_heads, dim = q.shape
+        blocks, kv_heads, block_size, _ = k_cache.shape
+        sequences, table_width = block_tables.shape
+        floats, ints = torch.float32, torch.int32
+        _check("q", q, floats, (rows, query_heads, dim))
+        _check("k", k, floats, (rows, kv_heads, dim))
+        _check("v", v, floats, (rows, kv_heads, dim))
+        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+        out = torch.empty_like(q)
+        held = k_cache.dtype if k_cache.dtype == torch.bfloat16 else floats
+        angles = None if cos is None else (cos.shape[0], cos.shape[1])
+        arguments = _AttentionArguments(
+            q=q.data_ptr(),
+            k=k.data_ptr(),
+            v=v.data_ptr(),
+            out=out.data_ptr(),
+            k_cache=_in_place("k_cache", k_cache, held, k_cache.shape),
+            v_cache=_in_place("v_cache", v_cache, held, k_cache.shape),
+            row_sequence=_in_place("row_sequence", row_sequence, ints, (rows,)),
+            positions=_in_place("positions", positions, ints, (rows,)),
+            block_tables=_in_place("block_tables", block_tables, ints, block_tables.shape),
+            window=_in_place("window", window, ints, (sequences,)),
+            sinks=_in_place("sinks", sinks, ints, (sequences,)),
+            sink_query_positions=_in_place("sink_query_positions", sink_query_positions, ints, (rows,)),
+            cos=_in_place("cos", cos, floats, angles),
+            sin=_in_place("sin", sin, floats, angles),
+            alibi_slopes=_in_place("alibi_slopes", alibi_slopes, floats, (query_heads,)),
+            rows=rows,
+            query_heads=query_heads,
+            kv_heads=kv_heads,
+            head_dim=dim,
+            blocks=blocks,
+            block_size=block_size,
+            sequences=sequences,
+            table_width=table_width,
+            rotary_positions=angles[0] if angles else 0,
+            rotary_dim=2 * angles[1] if angles else 0,
+            scale=scale,
+            softcap=softcap or 0.0,
+            interleaved=interleaved,
+            cache_is_bfloat16=held == torch.bfloat16,
+            threads=library.threads(),
+        )
+        status: int = self._library.pellucid_paged_attention(ctypes.byref(arguments))
+        if error := _ATTENTION_ERRORS[status]:
+            raise ValueError(error.format(sequences=sequences, slots=table_width * block_size, blocks=blocks))
+        return out
+
+
+def check_attention_shapes(
+    q: Tensor, k_cache: Tensor, block_tables: Tensor, cos: Tensor | None, sin: Tensor | None
+) -> None:
+    """What every implementation of paged_attention asks of the tensors that set the sizes."""
+    if q.dim() != 3 or 0 in q.shape[1:]:
+        raise ValueError(f"q must be [T, Hq, D], not {list(q.shape)}")
+    if k_cache.dim() != 4 or k_cache.shape[3] != q.shape[2] or 0 in k_cache.shape[1:]:
+        raise ValueError(f"k_cache must be [blocks, Hkv, block_size, {q.shape[2]}], not {list(k_cache.shape)}")
+    if q.shape[1] % k_cache.shape[1] != 0:
+        raise ValueError(f"q has {q.shape[1]} heads, which is no multiple of the {k_cache.shape[1]} heads of k_cache")
+    if block_tables.dim() != 2:
+        raise ValueError(f"block_tables must be [S, n], not {list(block_tables.shape)}")
+    if (cos is None) != (sin is None):
+        raise ValueError("cos and sin must be given together")
+    if cos is not None and (cos.dim() != 2 or 2 * cos.shape[1] > q.shape[2]):
+        raise ValueError(f"cos must be [P, dim / 2] with dim <= {q.shape[2]}, not {list(cos.shape)}")
+
+
+def _check(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    if tensor.dtype != dtype or tensor.device.type != "cpu":
+        raise ValueError(f"{name} must be {dtype} on the CPU, not {tensor.dtype} on {tensor.device}")
+    if tensor.shape != shape:
+        raise ValueError(f"{name} must be {list(shape)}, not {list(tensor.shape)}")
+
+
+def _in_place(name: str, tensor: Tensor | None, dtype: torch.dtype, shape: tuple[int, ...] | None) -> int | None:
+    """Address of a tensor that is used where it lies, so must be contiguous."""
+    if tensor is None or shape is None:
+        return None
+    _check(name, tensor, dtype, shape)
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name} must be contiguous")
+    return tensor.data_ptr()
+
+
+def _address(tensor: Tensor | None) -> c_void_p:
+    return c_void_p(None if tensor is None else tensor.data_ptr())
+
+
+def _rows(x: Tensor, **parameters: Tensor | None) -> tuple[Tensor, int, int]:
+    """x contiguous, its last dimension, and the number of rows of that size; checks the per-column parameters."""
+    if x.dim() == 0:
+        raise ValueError("x must have at least one dimension")
+    _check("x", x, torch.float32, x.shape)
+    size = x.shape[-1]
+    for name, parameter in parameters.items():
+        if parameter is not None:
+            _in_place(name, parameter, torch.float32, (size,))
+    return x.contiguous(), size, x.numel() // max(1, size)

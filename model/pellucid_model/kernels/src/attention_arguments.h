@@ -1,0 +1,76 @@
+// What paged attention is asked to do, which keys a row sees, and how a head is rotated.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+namespace pellucid {
+namespace {
+
+// Mirrors native.py. T rows, S sequences, P table positions; null where an option is not used.
+struct Arguments {
+    const float* q;        // [T, Hq, D]
+    const float* k;        // [T, Hkv, D]
+    const float* v;        // [T, Hkv, D]
+    void* k_cache;         // [blocks, Hkv, block_size, D]
+    void* v_cache;         // [blocks, Hkv, block_size, D]
+    float* out;            // [T, Hq, D]
+    const int32_t* row_sequence;          // [T]
+    const int32_t* positions;             // [T]
+    const int32_t* block_tables;          // [S, table_width]
+    const int32_t* window;                // [S], 0: none; or null
+    const int32_t* sinks;                 // [S] or null
+    const int32_t* sink_query_positions;  // [T] or null: as positions
+    const float* cos;                     // [P, rotary_dim / 2] or null
+    const float* sin;                     // [P, rotary_dim / 2] or null
+    const float* alibi_slopes;            // [Hq] or null
+    int64_t rows, query_heads, kv_heads, head_dim;
+    int64_t blocks, block_size, sequences, table_width;
+    int64_t rotary_positions, rotary_dim;
+    float scale, softcap;  // softcap 0: none
+    int32_t interleaved, cache_is_bfloat16, threads;
+};
+
+enum Status : int32_t { kOk, kBadRowSequence, kBadPosition, kBadSinkQueryPosition, kBadBlock };
+
+struct Range {
+    int32_t begin, end;
+    bool empty() const { return begin >= end; }
+    Range clip(int32_t from, int32_t to) const { return {std::max(begin, from), std::min(end, to)}; }
+};
+
+struct Visible {
+    Range sinks, window;
+};
+
+inline int32_t sink_query_position(const Arguments& a, int64_t row) {
+    return a.sink_query_positions ? a.sink_query_positions[row] : a.positions[row];
+}
+
+// Sinks that touch the window and are scored with the same query are ordinary keys: such a row is plain causal
+// attention to the last bit.
+inline Visible visible_keys(const Arguments& a, int64_t row) {
+    const int32_t sequence = a.row_sequence[row], position = a.positions[row];
+    const int32_t window = a.window ? a.window[sequence] : 0;
+    const int32_t begin = window > 0 ? std::max(0, position - window + 1) : 0;
+    const int32_t sinks = a.sinks ? std::clamp(a.sinks[sequence], 0, begin) : 0;
+    if (sinks == begin && sink_query_position(a, row) == position) return {{0, 0}, {0, position + 1}};
+    return {{0, sinks}, {begin, position + 1}};
+}
+
+// A head of `dim` numbers, its first rotary_dim rotated by the angles of `position`.
+inline void rotate(const Arguments& a, const float* head, int64_t position, float* out) {
+    std::copy(head, head + a.head_dim, out);
+    if (!a.cos) return;
+    const int64_t pairs = a.rotary_dim / 2;
+    const float *cos = a.cos + position * pairs, *sin = a.sin + position * pairs;
+    const int64_t stride = a.interleaved ? 2 : 1, second = a.interleaved ? 1 : pairs;
+    for (int64_t i = 0; i < pairs; ++i) {
+        const float x = head[i * stride], y = head[i * stride + second];
+        out[i * stride] = x * cos[i] - y * sin[i];
+        out[i * stride + second] = y * cos[i] + x * sin[i];
+    }
+}
+
+}  // namespace
+}  // namespace pellucid

@@ -1,0 +1,402 @@
+// Sixteen floats at a time, the same on every CPU.
+//
+// F16 holds 16 lanes: one AVX-512 register, two AVX2 registers, or an array that the compiler vectorises. Operators are
+// written in F16 alone, so AVX-512 and AVX2 give the same bits. (The portable build has no fused multiply-add on
+// x86-64; its results are as invariant, but their last bits are its own.)
+//
+// Rules that hold in every implementation:
+//   fma rounds once where the CPU can; nothing else is ever contracted.
+//   max(a, b) and min(a, b) give b where either is NaN.
+//   horizontal operations use one fixed tree: lanes i and i + 8, then i + 4, i + 2, i + 1.
+//   load_pairs reads 32 neighbours: those at even offsets, and those at odd offsets.
+//   partial loads read `count` elements and fill the other lanes with 0; partial stores write `count` elements.
+#pragma once
+
+#include <bit>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+#define PELLUCID_INLINE inline __attribute__((always_inline))
+
+namespace pellucid {
+namespace {
+
+// The upper half of a float.
+struct bf16 {
+    uint16_t bits;
+};
+
+PELLUCID_INLINE float to_float(bf16 x) { return std::bit_cast<float>(uint32_t{x.bits} << 16); }
+
+// To the nearest, ties to even; NaN stays NaN and subnormals stay what they are.
+PELLUCID_INLINE bf16 to_bf16(float x) {
+    const uint32_t bits = std::bit_cast<uint32_t>(x);
+    const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    const uint32_t quiet_nan = (bits >> 16) | 0x40;
+    return {static_cast<uint16_t>((bits & 0x7fffffff) > 0x7f800000 ? quiet_nan : rounded)};
+}
+
+// ---- AVX-512 ----------------------------------------------------------------------------------------------------
+#if defined(__AVX512F__)
+
+struct F16 {
+    __m512 v;
+};
+struct F16Pair {
+    F16 first, second;
+};
+
+PELLUCID_INLINE F16 broadcast(float x) { return {_mm512_set1_ps(x)}; }
+PELLUCID_INLINE F16 load(const float* p) { return {_mm512_loadu_ps(p)}; }
+PELLUCID_INLINE F16 load(const bf16* p) {
+    const __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+    return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16))};
+}
+PELLUCID_INLINE __mmask16 first_lanes(int count) { return static_cast<__mmask16>((1u << count) - 1); }
+PELLUCID_INLINE F16 load(const float* p, int count) { return {_mm512_maskz_loadu_ps(first_lanes(count), p)}; }
+PELLUCID_INLINE F16 load(const bf16* p, int count) {
+    const __m256i half = _mm256_maskz_loadu_epi16(first_lanes(count), p);
+    return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16))};
+}
+PELLUCID_INLINE F16Pair load_pairs(const bf16* p) {
+    const __m512i bits = _mm512_loadu_si512(p);
+    const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xffff0000));
+    return {{_mm512_castsi512_ps(_mm512_slli_epi32(bits, 16))},
+            {_mm512_castsi512_ps(_mm512_and_si512(bits, upper))}};
+}
+PELLUCID_INLINE void store(float* p, F16 x) { _mm512_storeu_ps(p, x.v); }
+PELLUCID_INLINE void store(float* p, F16 x, int count) { _mm512_mask_storeu_ps(p, first_lanes(count), x.v); }
+
+PELLUCID_INLINE F16 operator+(F16 a, F16 b) { return {_mm512_add_ps(a.v, b.v)}; }
+PELLUCID_INLINE F16 operator-(F16 a, F16 b) { return {_mm512_sub_ps(a.v, b.v)}; }
+PELLUCID_INLINE F16 operator*(F16 a, F16 b) { return {_mm512_mul_ps(a.v, b.v)}; }
+PELLUCID_INLINE F16 operator/(F16 a, F16 b) { return {_mm512_div_ps(a.v, b.v)}; }
+PELLUCID_INLINE F16 fma(F16 a, F16 b, F16 c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+PELLUCID_INLINE F16 max(F16 a, F16 b) { return {_mm512_max_ps(a.v, b.v)}; }
+PELLUCID_INLINE F16 min(F16 a, F16 b) { return {_mm512_min_ps(a.v, b.v)}; }
+// a < b ? x : y, lane by lane; y where a or b is NaN.
+PELLUCID_INLINE F16 select_less(F16 a, F16 b, F16 x, F16 y) {
+    return {_mm512_mask_blend_ps(_mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ), y.v, x.v)};
+}
+PELLUCID_INLINE F16 shift_left_23(F16 x) {
+    return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(x.v), 23))};
+}
+
+PELLUCID_INLINE void transpose(F16 (&rows)[16]) {
+    __m512 a[16], b[16];
+#pragma GCC unroll 8
+    for (int i = 0; i < 16; i += 2) {
+        a[i] = _mm512_unpacklo_ps(rows[i].v, rows[i + 1].v);
+        a[i + 1] = _mm512_unpackhi_ps(rows[i].v, rows[i + 1].v);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 16; i += 4) {
+#pragma GCC unroll 2
+        for (int j = 0; j < 2; ++j) {
+            const __m512d low = _mm512_castps_pd(a[i + j]), high = _mm512_castps_pd(a[i + 2 + j]);
+            b[i + 2 * j] = _mm512_castpd_ps(_mm512_unpacklo_pd(low, high));
+            b[i + 2 * j + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(low, high));
+        }
+    }
+    // b[4 q + c], quarter l = column 4 l + c of rows 4 q to 4 q + 3.
+#pragma GCC unroll 4
+    for (int c = 0; c < 4; ++c) {
+        const __m512 even_low = _mm512_shuffle_f32x4(b[c], b[4 + c], 0x88);
+        const __m512 odd_low = _mm512_shuffle_f32x4(b[c], b[4 + c], 0xdd);
+        const __m512 even_high = _mm512_shuffle_f32x4(b[8 + c], b[12 + c], 0x88);
+        const __m512 odd_high = _mm512_shuffle_f32x4(b[8 + c], b[12 + c], 0xdd);
+        rows[c] = {_mm512_shuffle_f32x4(even_low, even_high, 0x88)};
+        rows[8 + c] = {_mm512_shuffle_f32x4(even_low, even_high, 0xdd)};
+        rows[4 + c] = {_mm512_shuffle_f32x4(odd_low, odd_high, 0x88)};
+        rows[12 + c] = {_mm512_shuffle_f32x4(odd_low, odd_high, 0xdd)};
+    }
+}
+
+// Rows of a register tile that is two F16 wide, and of one that is four wide: as many accumulators as registers hold.
+constexpr int kTileRows = 14;
+constexpr int kWideTileRows = 6;
+
+// ---- AVX2 with FMA ----------------------------------------------------------------------------------------------
+#elif defined(__AVX2__)
+
+struct F16 {
+    __m256 low, high;
+};
+struct F16Pair {
+    F16 first, second;
+};
+
+PELLUCID_INLINE F16 broadcast(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+PELLUCID_INLINE F16 load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+PELLUCID_INLINE F16 load(const bf16* p) {
+    const auto widen = [](const bf16* half) {
+        const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(half));
+        return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
+    };
+    return {widen(p), widen(p + 8)};
+}
+PELLUCID_INLINE F16Pair load_pairs(const bf16* p) {
+    const __m256i* halves = reinterpret_cast<const __m256i*>(p);
+    const __m256i low = _mm256_loadu_si256(halves), high = _mm256_loadu_si256(halves + 1);
+    const __m256i upper = _mm256_set1_epi32(static_cast<int>(0xffff0000));
+    return {{_mm256_castsi256_ps(_mm256_slli_epi32(low, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(high, 16))},
+            {_mm256_castsi256_ps(_mm256_and_si256(low, upper)), _mm256_castsi256_ps(_mm256_and_si256(high, upper))}};
+}
+PELLUCID_INLINE void store(float* p, F16 x) {
+    _mm256_storeu_ps(p, x.low);
+    _mm256_storeu_ps(p + 8, x.high);
+}
+
+PELLUCID_INLINE F16 operator+(F16 a, F16 b) { return {_mm256_add_ps(a.low, b.low), _mm256_add_ps(a.high, b.high)}; }
+PELLUCID_INLINE F16 operator-(F16 a, F16 b) { return {_mm256_sub_ps(a.low, b.low), _mm256_sub_ps(a.high, b.high)}; }
+PELLUCID_INLINE F16 operator*(F16 a, F16 b) { return {_mm256_mul_ps(a.low, b.low), _mm256_mul_ps(a.high, b.high)}; }
+PELLUCID_INLINE F16 operator/(F16 a, F16 b) { return {_mm256_div_ps(a.low, b.low), _mm256_div_ps(a.high, b.high)}; }
+PELLUCID_INLINE F16 fma(F16 a, F16 b, F16 c) {
+    return {_mm256_fmadd_ps(a.low, b.low, c.low), _mm256_fmadd_ps(a.high, b.high, c.high)};
+}
+PELLUCID_INLINE F16 max(F16 a, F16 b) { return {_mm256_max_ps(a.low, b.low), _mm256_max_ps(a.high, b.high)}; }
+PELLUCID_INLINE F16 min(F16 a, F16 b) { return {_mm256_min_ps(a.low, b.low), _mm256_min_ps(a.high, b.high)}; }
+PELLUCID_INLINE F16 select_less(F16 a, F16 b, F16 x, F16 y) {
+    return {_mm256_blendv_ps(y.low, x.low, _mm256_cmp_ps(a.low, b.low, _CMP_LT_OQ)),
+            _mm256_blendv_ps(y.high, x.high, _mm256_cmp_ps(a.high, b.high, _CMP_LT_OQ))};
+}
+PELLUCID_INLINE F16 shift_left_23(F16 x) {
+    return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(x.low), 23)),
+            _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(x.high), 23))};
+}
+
+PELLUCID_INLINE void transpose8(__m256 (&rows)[8]) {
+    __m256 a[8], b[8];
+#pragma GCC unroll 4
+    for (int i = 0; i < 8; i += 2) {
+        a[i] = _mm256_unpacklo_ps(rows[i], rows[i + 1]);
+        a[i + 1] = _mm256_unpackhi_ps(rows[i], rows[i + 1]);
+    }
+#pragma GCC unroll 2
+    for (int i = 0; i < 8; i += 4) {
+        b[i] = _mm256_shuffle_ps(a[i], a[i + 2], 0x44);
+        b[i + 1] = _mm256_shuffle_ps(a[i], a[i + 2], 0xee);
+        b[i + 2] = _mm256_shuffle_ps(a[i + 1], a[i + 3], 0x44);
+        b[i + 3] = _mm256_shuffle_ps(a[i + 1], a[i + 3], 0xee);
+    }
+#pragma GCC unroll 4
+    for (int c = 0; c < 4; ++c) {
+        rows[c] = _mm256_permute2f128_ps(b[c], b[4 + c], 0x20);
+        rows[4 + c] = _mm256_permute2f128_ps(b[c], b[4 + c], 0x31);
+    }
+}
+
+PELLUCID_INLINE void transpose(F16 (&rows)[16]) {
+    __m256 corner[2][2][8];
+    for (int i = 0; i < 16; ++i) {
+        corner[i / 8][0][i % 8] = rows[i].low;
+        corner[i / 8][1][i % 8] = rows[i].high;
+    }
+    for (auto& half : corner) {
+        transpose8(half[0]);
+        transpose8(half[1]);
+    }
+    for (int i = 0; i < 16; ++i) rows[i] = {corner[0][i / 8][i % 8], corner[1][i / 8][i % 8]};
+}
+
+constexpr int kTileRows = 3;
+constexpr int kWideTileRows = 1;
+
+// ---- any other CPU ----------------------------------------------------------------------------------------------
+#else
+
+// Four vectors of the compiler's own type, the width that every SIMD unit has.
+typedef float Quad __attribute__((vector_size(16)));
+typedef uint32_t QuadBits __attribute__((vector_size(16)));
+typedef uint16_t QuadHalves __attribute__((vector_size(8)));
+
+struct F16 {
+    Quad quads[4];
+};
+struct F16Pair {
+    F16 first, second;
+};
+
+template <class Body>
+PELLUCID_INLINE F16 each_quad(const Body& body) {
+    return {body(0), body(1), body(2), body(3)};
+}
+
+PELLUCID_INLINE F16 broadcast(float x) {
+    return each_quad([=](int) { return Quad{x, x, x, x}; });
+}
+PELLUCID_INLINE F16 load(const float* p) {
+    return each_quad([=](int i) {
+        Quad quad;
+        std::memcpy(&quad, p + 4 * i, sizeof quad);
+        return quad;
+    });
+}
+PELLUCID_INLINE F16 load(const bf16* p) {
+    return each_quad([=](int i) {
+        QuadHalves halves;
+        std::memcpy(&halves, p + 4 * i, sizeof halves);
+        return std::bit_cast<Quad>(__builtin_convertvector(halves, QuadBits) << 16);
+    });
+}
+PELLUCID_INLINE F16Pair load_pairs(const bf16* p) {
+    const auto bits = [=](int i) {
+        QuadBits quad;
+        std::memcpy(&quad, p + 8 * i, sizeof quad);
+        return quad;
+    };
+    return {each_quad([=](int i) { return std::bit_cast<Quad>(bits(i) << 16); }),
+            each_quad([=](int i) { return std::bit_cast<Quad>(bits(i) & 0xffff0000u); })};
+}
+PELLUCID_INLINE void store(float* p, F16 x) { std::memcpy(p, x.quads, sizeof x.quads); }
+
+PELLUCID_INLINE F16 operator+(F16 a, F16 b) {
+    return each_quad([=](int i) { return a.quads[i] + b.quads[i]; });
+}
+PELLUCID_INLINE F16 operator-(F16 a, F16 b) {
+    return each_quad([=](int i) { return a.quads[i] - b.quads[i]; });
+}
+PELLUCID_INLINE F16 operator*(F16 a, F16 b) {
+    return each_quad([=](int i) { return a.quads[i] * b.quads[i]; });
+}
+PELLUCID_INLINE F16 operator/(F16 a, F16 b) {
+    return each_quad([=](int i) { return a.quads[i] / b.quads[i]; });
+}
+PELLUCID_INLINE F16 fma(F16 a, F16 b, F16 c) {
+    return each_quad([=](int i) {
+#if defined(__FP_FAST_FMAF)
+        Quad quad;
+        for (int j = 0; j < 4; ++j) quad[j] = __builtin_fmaf(a.quads[i][j], b.quads[i][j], c.quads[i][j]);
+        return quad;
+#else
+        return a.quads[i] * b.quads[i] + c.quads[i];
+#endif
+    });
+}
+PELLUCID_INLINE F16 max(F16 a, F16 b) {
+    return each_quad([=](int i) { return a.quads[i] > b.quads[i] ? a.quads[i] : b.quads[i]; });
+}
+PELLUCID_INLINE F16 min(F16 a, F16 b) {
+    return each_quad([=](int i) { return a.quads[i] < b.quads[i] ? a.quads[i] : b.quads[i]; });
+}
+PELLUCID_INLINE F16 select_less(F16 a, F16 b, F16 x, F16 y) {
+    return each_quad([=](int i) { return a.quads[i] < b.quads[i] ? x.quads[i] : y.quads[i]; });
+}
+PELLUCID_INLINE F16 shift_left_23(F16 x) {
+    return each_quad([=](int i) { return std::bit_cast<Quad>(std::bit_cast<QuadBits>(x.quads[i]) << 23); });
+}
+
+PELLUCID_INLINE void transpose(F16 (&rows)[16]) {
+    float in[16][16], out[16][16];
+    std::memcpy(in, rows, sizeof in);
+    for (int i = 0; i < 16; ++i)
+        for (int j = 0; j < 16; ++j) out[i][j] = in[j][i];
+    std::memcpy(rows, out, sizeof out);
+}
+
+#if defined(__x86_64__)  // 16 registers
+constexpr int kTileRows = 1;
+#else  // 32 registers
+constexpr int kTileRows = 3;
+#endif
+constexpr int kWideTileRows = 1;
+
+#endif
+
+// ---- the same for all -------------------------------------------------------------------------------------------
+#if !defined(__AVX512F__)
+
+template <class T>
+PELLUCID_INLINE F16 load(const T* p, int count) {
+    if (count == 16) return load(p);
+    T padded[16] = {};
+    std::memcpy(padded, p, sizeof(T) * count);
+    return load(padded);
+}
+PELLUCID_INLINE void store(float* p, F16 x, int count) {
+    if (count == 16) return store(p, x);
+    float lanes[16];
+    store(lanes, x);
+    std::memcpy(p, lanes, sizeof(float) * count);
+}
+
+#endif
+
+PELLUCID_INLINE F16 lane_indices() {
+    static constexpr float indices[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    return load(indices);
+}
+
+// x in lanes [begin, end), `fill` elsewhere: masked lanes are replaced, never computed with.
+PELLUCID_INLINE F16 keep_lanes(F16 x, int begin, int end, F16 fill) {
+    const F16 lane = lane_indices();
+    const F16 from_begin = select_less(lane, broadcast(static_cast<float>(begin)), fill, x);
+    return select_less(lane, broadcast(static_cast<float>(end)), from_begin, fill);
+}
+
+PELLUCID_INLINE F16 absolute(F16 x) { return max(x, broadcast(0.0f) - x); }
+
+PELLUCID_INLINE float horizontal_sum(F16 x) {
+    float lanes[16];
+    store(lanes, x);
+    for (int half = 8; half > 0; half /= 2)
+        for (int i = 0; i < half; ++i) lanes[i] = lanes[i] + lanes[i + half];
+    return lanes[0];
+}
+
+PELLUCID_INLINE float horizontal_max(F16 x) {
+    float lanes[16];
+    store(lanes, x);
+    for (int half = 8; half > 0; half /= 2)
+        for (int i = 0; i < half; ++i) lanes[i] = lanes[i] > lanes[i + half] ? lanes[i] : lanes[i + half];
+    return lanes[0];
+}
+
+PELLUCID_INLINE F16 round_to_integer(F16 x) {  // |x| < 2^22
+    const F16 magic = broadcast(0x1.8p23f);
+    return (x + magic) - magic;
+}
+
+PELLUCID_INLINE F16 power_of_two(F16 n) {  // n whole, in [-126, 127]
+    return shift_left_23(n + broadcast(0x1.8p23f + 127.0f));
+}
+
+// e^x to about one part in ten million; 0 below the smallest subnormal, infinity above the largest float.
+// x = n ln 2 + r with |r| <= ln(2)/2, and a polynomial (minimax, fitted for this file) for e^r.
+PELLUCID_INLINE F16 exp(F16 x) {
+    x = max(broadcast(-105.0f), min(broadcast(89.0f), x));
+    const F16 n = round_to_integer(x * broadcast(1.44269504f));
+    F16 r = fma(n, broadcast(-0x1.62ep-1f), x);        // ln 2 in two parts: n times the first is exact
+    r = fma(n, broadcast(-0x1.0bfbe8p-15f), r);
+    F16 p = broadcast(0.00138146104f);
+    p = fma(p, r, broadcast(0.00836871006f));
+    p = fma(p, r, broadcast(0.041668389f));
+    p = fma(p, r, broadcast(0.166665211f));
+    p = fma(p, r, broadcast(0.49999994f));
+    p = fma(p, r * r, r) + broadcast(1.0f);
+    const F16 half = round_to_integer(n * broadcast(0.5f));  // in two steps, so that 2^n may be subnormal or infinite
+    return p * power_of_two(half) * power_of_two(n - half);
+}
+
+// tanh x: odd polynomial (minimax, fitted for this file) near 0, by exp elsewhere.
+PELLUCID_INLINE F16 tanh(F16 x) {
+    const F16 size = absolute(x);
+    const F16 one = broadcast(1.0f), zero = broadcast(0.0f);
+    const F16 far = one - broadcast(2.0f) / (exp(size + size) + one);
+    const F16 square = x * x;
+    F16 p = broadcast(-0.00571703678f);
+    p = fma(p, square, broadcast(0.0206505787f));
+    p = fma(p, square, broadcast(-0.0537434965f));
+    p = fma(p, square, broadcast(0.133314908f));
+    p = fma(p, square, broadcast(-0.333332837f));
+    const F16 near = fma(p * square, x, x);
+    return select_less(size, broadcast(0.625f), near, select_less(x, zero, zero - far, far));
+}
+
+}  // namespace
+}  // namespace pellucid

@@ -1,0 +1,80 @@
+"""The slow references of the two sliding windows: everything is recomputed, nothing is cached.
+
+`docs/windows.md` draws what they say. The serving engine is tested against them row by row.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from pellucid_model.attention import ReferenceAttend, attention_bias, dense_scores, per_query_head
+from pellucid_model.contract import Rotary
+from pellucid_model.decoder import Decoder
+from pellucid_model.positions import rotate
+
+
+class RollingAttend:
+    """Textbook attention of one whole sequence under a rolling window with sinks.
+
+    Row t < sinks + window is plain causal attention. A later row sees keys 0 … sinks-1 and t-window+1 … t; it looks at
+    the sinks from position sinks + window - 1, where it would stand in a cache that holds just these keys.
+    A layer with a window of its own uses the smaller of the two, and no sinks.
+    """
+
+    def __init__(self, sinks: int, window: int) -> None:
+        self.sinks, self.window = sinks, window
+
+    def __call__(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float | None = None,
+        rotary: Rotary | None = None,
+        alibi_slopes: Tensor | None = None,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        t = torch.arange(len(q))
+        from_sinks = t.clamp(max=self.sinks + self.window - 1)
+        sinks = self.sinks if window is None else 0
+        width = self.window if window is None else min(window, self.window)
+        behind = t[:, None] - t[None, :] >= width  # [query, key]: the window has moved past the key
+
+        def scores(query_positions: Tensor) -> Tensor:
+            turned = (q, k) if rotary is None else (rotate(q, query_positions, rotary), rotate(k, t, rotary))
+            bias = attention_bias(query_positions, alibi_slopes, None, q.dtype, key_positions=t)
+            return dense_scores(*turned, scale, softcap) + bias
+
+        merged = torch.where(behind & (t < sinks), scores(from_sinks), scores(t))
+        merged = merged.masked_fill(behind & (t >= sinks), -math.inf)
+        return torch.einsum("hqk,khd->qhd", torch.softmax(merged, dim=-1), per_query_head(v, q.shape[1]))
+
+
+def rolling_logits(model: Decoder, tokens: list[int], sinks: int, window: int) -> Tensor:
+    """Logits [n, V] at every token of a sequence of any length under a rolling window."""
+    positions = torch.arange(len(tokens))
+    with torch.no_grad():
+        return model.logits(model.forward(torch.tensor(tokens), positions, RollingAttend(sinks, window)))
+
+
+def reencoded_logits(model: Decoder, tokens: list[int], sinks: int, window: int, hop: int, first: int = 0) -> Tensor:
+    """Logits [n - first, V] at tokens `first`, … of a sequence of any length, each from its own view of the past.
+
+    Token t's view is the sinks and what follows the origin, at positions 0, 1, 2, …; sinks = 0, hop = 1 is "crop to
+    the last `window` tokens and recompute".
+    """
+    rows = []
+    for t in range(first, len(tokens)):
+        origin = sinks + hop * max(0, math.ceil((t + 1 - sinks - window) / hop))
+        view = tokens[:sinks] + tokens[origin : t + 1] if t >= sinks + window else tokens[: t + 1]
+        positions = torch.arange(len(view))
+        with torch.no_grad():
+            hidden = model.forward(torch.tensor(view), positions, ReferenceAttend([len(view)], positions))
+            rows.append(model.logits(hidden[-1:]))
+    return torch.cat(rows)

@@ -1,0 +1,120 @@
+"""Linear layers with packed weights: against float64, and row by row against themselves."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from pellucid_model.kernels import Kernels, NativeKernels, library
+
+DTYPES = (torch.float32, torch.bfloat16)
+EDGES = (1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65)
+ROWS = (*range(1, 41), 127, 128, 129)
+
+
+def random(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def check(kernels: Kernels, rows: int, outputs: int, inputs: int, dtype: torch.dtype, with_bias: bool) -> None:
+    x, weight = random(rows, inputs), random(outputs, inputs)
+    bias = random(outputs) if with_bias else None
+    out = kernels.linear(x, kernels.pack_linear(weight, bias, dtype))
+    left, right = x.to(dtype).double(), weight.to(dtype).double()
+    expected = left @ right.T + (0 if bias is None else bias.double())
+    assert out.dtype == torch.float32
+    # An error bound for sums of `inputs` products; torch also rounds the result of bfloat16 products to bfloat16.
+    size = left.abs() @ right.abs().T + 1
+    relative = 2**-8 if dtype == torch.bfloat16 and kernels.name == "torch" else 2**-24 * (inputs + 2)
+    assert ((out.double() - expected).abs() <= relative * size).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_agrees_with_float64_at_every_edge(kernels: Kernels, dtype: torch.dtype) -> None:
+    for outputs in EDGES:
+        for inputs in EDGES:
+            check(kernels, 5, outputs, inputs, dtype, with_bias=(outputs + inputs) % 2 == 0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_agrees_with_float64_at_any_number_of_rows(kernels: Kernels, dtype: torch.dtype) -> None:
+    for rows in ROWS:
+        check(kernels, rows, 100, 70, dtype, with_bias=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_large_layers(kernels: Kernels, dtype: torch.dtype) -> None:
+    check(kernels, 300, 1000, 257, dtype, with_bias=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_number_of_rows_changes_no_bit(native: NativeKernels, threads: int, dtype: torch.dtype) -> None:
+    packed = native.pack_linear(random(200, 333), random(200), dtype)
+    x = random(129, 333)
+    alone = torch.cat([native.linear(x[i : i + 1], packed) for i in range(129)])
+    for rows in ROWS:
+        assert torch.equal(native.linear(x[:rows], packed), alone[:rows])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_threads_change_no_bit(native: NativeKernels, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = native.pack_linear(random(900, 200), None, dtype)
+    for rows in (1, 3, 20, 400):
+        results = []
+        for count in (1, 2, 3):
+            monkeypatch.setattr(library, "_threads", count)
+            results.append(native.linear(random(rows, 200), packed))
+        assert torch.equal(results[0], results[1])
+        assert torch.equal(results[0], results[2])
+
+
+def test_avx512_and_avx2_give_the_same_bits() -> None:
+    if not {"avx512", "avx2"} <= set(library.supported_variants()):
+        pytest.skip("this CPU has no AVX-512")
+    for dtype in DTYPES:
+        results = []
+        for name in ("avx512", "avx2"):
+            kernels = NativeKernels(name)
+            results.append(kernels.linear(random(50, 333), kernels.pack_linear(random(75, 333), random(75), dtype)))
+        assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nan_stays_in_its_row(native: NativeKernels, dtype: torch.dtype) -> None:
+    packed = native.pack_linear(random(40, 33), None, dtype)
+    x = random(20, 33)
+    clean = native.linear(x, packed)
+    x[7, 32] = torch.nan
+    x[8, 0] = torch.inf
+    out = native.linear(x, packed)
+    rest = [i for i in range(20) if i not in (7, 8)]
+    assert out[7].isnan().all()
+    assert not out[8].isfinite().any()
+    assert torch.equal(out[rest], clean[rest])
+
+
+def test_bfloat16_rounding_of_activations(native: NativeKernels) -> None:
+    """Ties go to even, subnormals survive, NaN stays NaN: what torch does."""
+    values = torch.tensor([1.00390625, 1.01171875, -1.00390625, 3.3895314e38, 3.4e38, torch.inf, 2.0**-130, 0.1])
+    identity = native.pack_linear(torch.eye(8), None, torch.bfloat16)
+    out = torch.stack([native.linear(torch.diag(values)[i], identity)[i] for i in range(8)])
+    expected = values.bfloat16().float()
+    if native.name == "avx512-bf16":  # the instruction takes subnormals for 0
+        expected[6] = 0
+    assert torch.equal(out, expected)
+
+
+def test_shapes(kernels: Kernels) -> None:
+    packed = kernels.pack_linear(random(3, 5), random(3), torch.float32)
+    assert kernels.linear(random(2, 4, 5), packed).shape == (2, 4, 3)
+    assert kernels.linear(random(5), packed).shape == (3,)
+    assert kernels.linear(torch.empty(0, 5), packed).shape == (0, 3)
+    strided = random(5, 7).T
+    assert torch.equal(kernels.linear(strided, packed), kernels.linear(strided.contiguous(), packed))
+    with pytest.raises(ValueError, match="x must be"):
+        kernels.linear(random(2, 6), packed)
+    with pytest.raises(ValueError, match="bias must be"):
+        kernels.pack_linear(random(3, 5), random(5), torch.float32)
+    with pytest.raises(ValueError, match="weight must be"):
+        kernels.pack_linear(random(3), None, torch.float32)

@@ -1,0 +1,120 @@
+"""Putting kernels under an existing model."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pellucid_model.kernels import Kernels, NativeKernels, TorchKernels, accelerate, modules
+
+
+class Tied(nn.Module):
+    """An embedding with two heads on the same Parameter, one of them with a bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(20, 8)
+        self.head = nn.Linear(8, 20, bias=False)
+        self.other_head = nn.Linear(8, 20)
+        self.head.weight = self.other_head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x: Tensor = self.embedding(tokens)
+        return torch.cat((self.head(x), self.other_head(x)), dim=-1)
+
+
+class Doubled(nn.Linear):
+    """A subclass, whose forward is its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+def layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    shared = nn.Linear(16, 16)
+    model = nn.Sequential(
+        *(nn.Linear(12, 16), nn.LayerNorm(16), nn.ReLU(), shared, nn.RMSNorm(16), nn.GELU(), shared),
+        *(nn.LayerNorm(16, elementwise_affine=False), nn.GELU(approximate="tanh"), nn.Linear(16, 16, bias=False)),
+        *(nn.LayerNorm(16, bias=False), nn.SiLU(), nn.RMSNorm(16, eps=1e-3), nn.Linear(16, 5)),
+    )
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    return model
+
+
+def test_same_function_in_float32(kernels: Kernels) -> None:
+    model = layers()
+    x = torch.randn(3, 4, 12)
+    expected = copy.deepcopy(model).double()(x.double())
+    accelerate(model, kernels, torch.float32)
+    assert {type(module).__module__ for module in model} == {modules.__name__}
+    torch.testing.assert_close(model(x).double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_bfloat16_weights(kernels: Kernels) -> None:
+    linear = nn.Linear(33, 40)
+    model = nn.Sequential(linear)
+    x = torch.randn(5, 33)
+    weight, bias = linear.weight.bfloat16().double(), linear.bias.double()
+    accelerate(model, kernels, torch.bfloat16)
+    expected = x.bfloat16().double() @ weight.T + bias
+    torch.testing.assert_close(model(x).double(), expected, rtol=0, atol=1e-2 if kernels.name == "torch" else 1e-5)
+
+
+def test_shared_modules_and_tied_weights_are_packed_once(kernels: Kernels) -> None:
+    model = layers()
+    accelerate(model, kernels, torch.float32)
+    assert model[3] is model[6]
+
+    tied = Tied()
+    tokens = torch.arange(20)
+    expected = tied(tokens)
+    accelerate(tied, kernels, torch.float32)
+    assert isinstance(tied.head, modules.Linear)
+    assert isinstance(tied.other_head, modules.Linear)
+    assert tied.head._packed.weight is tied.other_head._packed.weight
+    torch.testing.assert_close(tied(tokens), expected)
+
+
+def test_weights_are_freed_unless_still_used(kernels: Kernels) -> None:
+    linear, tied = nn.Linear(8, 8), Tied()
+    model = nn.Sequential(linear, tied)
+    free, used = weakref.ref(linear.weight), weakref.ref(tied.embedding.weight)
+    del linear
+    accelerate(model, kernels, torch.float32)
+    gc.collect()
+    assert free() is None
+    assert used() is tied.embedding.weight
+
+
+def test_packing_copies(kernels: Kernels) -> None:
+    linear = nn.Linear(32, 32)
+    model = nn.Sequential(linear)
+    x = torch.randn(2, 32)
+    expected = linear(x)
+    accelerate(model, kernels, torch.float32)
+    with torch.no_grad():
+        linear.weight.zero_()
+        linear.bias.zero_()
+    torch.testing.assert_close(model(x), expected)
+
+
+def test_what_is_not_exactly_a_known_layer_is_left_alone(kernels: Kernels) -> None:
+    model = nn.Sequential(Doubled(4, 4), nn.LayerNorm((2, 4)), nn.Tanh(), nn.Dropout())
+    before = list(model)
+    accelerate(model, kernels, torch.float32)
+    assert list(model) == before
+
+
+@pytest.mark.parametrize("kind", [NativeKernels, TorchKernels])
+def test_implementations_satisfy_the_protocol(kind: type) -> None:
+    public = {name for name in vars(Kernels) if not name.startswith("_")}
+    methods = public - {"name", "batch_invariant"}
+    assert len(methods) == 6
+    assert all(callable(getattr(kind, name)) for name in methods)
