@@ -26,45 +26,45 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from pellucid.v1 import types_pb2 as pellucid_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bpellucid/v1/inference.proto\x12\x0bpellucid.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x17pellucid/v1/types.proto\"\xee\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12*\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x15.pellucid.v1.TokenIdsH\x00\x12\x1b\n\x13omit_special_tokens\x18\x06 \x01(\x08\x12-\n\x08sampling\x18\x07 \x01(\x0b\x32\x1b.pellucid.v1.SamplingParams\x12/\n\x08stopping\x18\x08 \x01(\x0b\x32\x1d.pellucid.v1.StoppingCriteria\x12*\n\x06output\x18\n \x01(\x0b\x32\x1a.pellucid.v1.OutputOptions\x12+\n\x07\x63ontext\x18\x0c \x01(\x0b\x32\x1a.pellucid.v1.ContextPolicy\x12\x1c\n\x14parse_special_tokens\x18\x0f \x01(\x08\x42\x08\n\x06prompt\"\xe9\x01\n\x10StoppingCriteria\x12\x1b\n\x0emax_new_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x16\n\x0emin_new_tokens\x18\x02 \x01(\r\x12\x14\n\x0cstop_strings\x18\x03 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x04 \x03(\r\x12\x1c\n\x14include_stop_in_text\x18\x05 \x01(\x08\x12\x12\n\nignore_eos\x18\x06 \x01(\x08\x12-\n\ntime_limit\x18\x07 \x01(\x0b\x32\x19.google.protobuf.DurationB\x11\n\x0f_max_new_tokens\"\xea\x01\n\rOutputOptions\x12\x11\n\tomit_text\x18\x01 \x01(\x08\x12\x16\n\x0eomit_token_ids\x18\x02 \x01(\x08\x12\x1b\n\x13keep_special_tokens\x18\x03 \x01(\x08\x12\x1f\n\x17return_prompt_token_ids\x18\x04 \x01(\x08\x12\x30\n\rdelivery_mode\x18\x07 \x01(\x0e\x32\x19.pellucid.v1.DeliveryMode\x12#\n\x16min_tokens_per_message\x18\x08 \x01(\rH\x00\x88\x01\x01\x42\x19\n\x17_min_tokens_per_message\"?\n\rContextPolicy\x12.\n\x08overflow\x18\x01 \x01(\x0e\x32\x1c.pellucid.v1.ContextOverflow\"\xb0\x01\n\x10GenerateResponse\x12\'\n\x06prompt\x18\x01 \x01(\x0b\x32\x17.pellucid.v1.PromptInfo\x12)\n\x07outputs\x18\x02 \x03(\x0b\x32\x18.pellucid.v1.OutputDelta\x12!\n\x05usage\x18\x03 \x01(\x0b\x32\x12.pellucid.v1.Usage\x12%\n\x07timings\x18\x04 \x01(\x0b\x32\x14.pellucid.v1.Timings\"\xc8\x02\n\nPromptInfo\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x1a\n\x12prompt_token_count\x18\x03 \x01(\r\x12\x1b\n\x13\x64ropped_token_count\x18\x05 \x01(\r\x12\x11\n\ttoken_ids\x18\x06 \x03(\r\x12\x37\n\x12\x65\x66\x66\x65\x63tive_sampling\x18\x08 \x01(\x0b\x32\x1b.pellucid.v1.SamplingParams\x12 \n\x18\x65\x66\x66\x65\x63tive_max_new_tokens\x18\t \x01(\r\x12\x35\n\x11\x65\x66\x66\x65\x63tive_context\x18\n \x01(\x0b\x32\x1a.pellucid.v1.ContextPolicy\x12\x39\n\x12\x65\x66\x66\x65\x63tive_stopping\x18\x0b \x01(\x0b\x32\x1d.pellucid.v1.StoppingCriteria\"k\n\x0bOutputDelta\x12\x16\n\x0esequence_index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12#\n\x06\x66inish\x18\x05 \x01(\x0b\x32\x13.pellucid.v1.Finish\"\x95\x01\n\x06\x46inish\x12)\n\x06reason\x18\x01 \x01(\x0e\x32\x19.pellucid.v1.FinishReason\x12\x1a\n\x10matched_token_id\x18\x02 \x01(\rH\x00\x12\x1d\n\x13matched_stop_string\x18\x03 \x01(\tH\x00\x12\x1a\n\x12output_token_count\x18\x04 \x01(\rB\t\n\x07matched\"?\n\x05Usage\x12\x1a\n\x12prompt_token_count\x18\x01 \x01(\r\x12\x1a\n\x12output_token_count\x18\x03 \x01(\r\"\xb9\x02\n\x07Timings\x12-\n\nqueue_time\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12/\n\x0cprefill_time\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x36\n\x13time_to_first_token\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12.\n\x0b\x64\x65\x63ode_time\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12-\n\ntotal_time\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x18\n\x10preemption_count\x18\x06 \x01(\r\x12\x1d\n\x15\x65ngine_recovery_count\x18\x08 \x01(\r\"#\n\rCancelRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\";\n\x0e\x43\x61ncelResponse\x12)\n\x06result\x18\x01 \x01(\x0e\x32\x19.pellucid.v1.CancelResult*e\n\x0c\x44\x65liveryMode\x12\x1d\n\x19\x44\x45LIVERY_MODE_UNSPECIFIED\x10\x00\x12\x1d\n\x19\x44\x45LIVERY_MODE_INCREMENTAL\x10\x01\x12\x17\n\x13\x44\x45LIVERY_MODE_FINAL\x10\x02*o\n\x0f\x43ontextOverflow\x12 \n\x1c\x43ONTEXT_OVERFLOW_UNSPECIFIED\x10\x00\x12\x1b\n\x17\x43ONTEXT_OVERFLOW_REJECT\x10\x02\x12\x1d\n\x19\x43ONTEXT_OVERFLOW_TRUNCATE\x10\x03*\xfe\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x15\n\x11\x46INISH_REASON_EOS\x10\x01\x12\x1c\n\x18\x46INISH_REASON_STOP_TOKEN\x10\x02\x12\x1d\n\x19\x46INISH_REASON_STOP_STRING\x10\x03\x12 \n\x1c\x46INISH_REASON_MAX_NEW_TOKENS\x10\x04\x12\x1e\n\x1a\x46INISH_REASON_CONTEXT_FULL\x10\x05\x12\x1c\n\x18\x46INISH_REASON_TIME_LIMIT\x10\x06\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x08*g\n\x0c\x43\x61ncelResult\x12\x1d\n\x19\x43\x41NCEL_RESULT_UNSPECIFIED\x10\x00\x12\x1b\n\x17\x43\x41NCEL_RESULT_CANCELLED\x10\x01\x12\x1b\n\x17\x43\x41NCEL_RESULT_NOT_FOUND\x10\x02\x32\xa0\x01\n\x10InferenceService\x12I\n\x08Generate\x12\x1c.pellucid.v1.GenerateRequest\x1a\x1d.pellucid.v1.GenerateResponse0\x01\x12\x41\n\x06\x43\x61ncel\x12\x1a.pellucid.v1.CancelRequest\x1a\x1b.pellucid.v1.CancelResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bpellucid/v1/inference.proto\x12\x0bpellucid.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x17pellucid/v1/types.proto\"\xee\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12*\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x15.pellucid.v1.TokenIdsH\x00\x12\x1b\n\x13omit_special_tokens\x18\x06 \x01(\x08\x12-\n\x08sampling\x18\x07 \x01(\x0b\x32\x1b.pellucid.v1.SamplingParams\x12/\n\x08stopping\x18\x08 \x01(\x0b\x32\x1d.pellucid.v1.StoppingCriteria\x12*\n\x06output\x18\n \x01(\x0b\x32\x1a.pellucid.v1.OutputOptions\x12+\n\x07\x63ontext\x18\x0c \x01(\x0b\x32\x1a.pellucid.v1.ContextPolicy\x12\x1c\n\x14parse_special_tokens\x18\x0f \x01(\x08\x42\x08\n\x06prompt\"\xe9\x01\n\x10StoppingCriteria\x12\x1b\n\x0emax_new_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x16\n\x0emin_new_tokens\x18\x02 \x01(\r\x12\x14\n\x0cstop_strings\x18\x03 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x04 \x03(\r\x12\x1c\n\x14include_stop_in_text\x18\x05 \x01(\x08\x12\x12\n\nignore_eos\x18\x06 \x01(\x08\x12-\n\ntime_limit\x18\x07 \x01(\x0b\x32\x19.google.protobuf.DurationB\x11\n\x0f_max_new_tokens\"\xea\x01\n\rOutputOptions\x12\x11\n\tomit_text\x18\x01 \x01(\x08\x12\x16\n\x0eomit_token_ids\x18\x02 \x01(\x08\x12\x1b\n\x13keep_special_tokens\x18\x03 \x01(\x08\x12\x1f\n\x17return_prompt_token_ids\x18\x04 \x01(\x08\x12\x30\n\rdelivery_mode\x18\x07 \x01(\x0e\x32\x19.pellucid.v1.DeliveryMode\x12#\n\x16min_tokens_per_message\x18\x08 \x01(\rH\x00\x88\x01\x01\x42\x19\n\x17_min_tokens_per_message\"\xbf\x01\n\rContextPolicy\x12.\n\x08overflow\x18\x01 \x01(\x0e\x32\x1c.pellucid.v1.ContextOverflow\x12\x1a\n\rwindow_tokens\x18\x02 \x01(\rH\x00\x88\x01\x01\x12\x18\n\x0bsink_tokens\x18\x03 \x01(\rH\x01\x88\x01\x01\x12\x17\n\nhop_tokens\x18\x04 \x01(\rH\x02\x88\x01\x01\x42\x10\n\x0e_window_tokensB\x0e\n\x0c_sink_tokensB\r\n\x0b_hop_tokens\"\xb0\x01\n\x10GenerateResponse\x12\'\n\x06prompt\x18\x01 \x01(\x0b\x32\x17.pellucid.v1.PromptInfo\x12)\n\x07outputs\x18\x02 \x03(\x0b\x32\x18.pellucid.v1.OutputDelta\x12!\n\x05usage\x18\x03 \x01(\x0b\x32\x12.pellucid.v1.Usage\x12%\n\x07timings\x18\x04 \x01(\x0b\x32\x14.pellucid.v1.Timings\"\xc8\x02\n\nPromptInfo\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x1a\n\x12prompt_token_count\x18\x03 \x01(\r\x12\x1b\n\x13\x64ropped_token_count\x18\x05 \x01(\r\x12\x11\n\ttoken_ids\x18\x06 \x03(\r\x12\x37\n\x12\x65\x66\x66\x65\x63tive_sampling\x18\x08 \x01(\x0b\x32\x1b.pellucid.v1.SamplingParams\x12 \n\x18\x65\x66\x66\x65\x63tive_max_new_tokens\x18\t \x01(\r\x12\x35\n\x11\x65\x66\x66\x65\x63tive_context\x18\n \x01(\x0b\x32\x1a.pellucid.v1.ContextPolicy\x12\x39\n\x12\x65\x66\x66\x65\x63tive_stopping\x18\x0b \x01(\x0b\x32\x1d.pellucid.v1.StoppingCriteria\"k\n\x0bOutputDelta\x12\x16\n\x0esequence_index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12#\n\x06\x66inish\x18\x05 \x01(\x0b\x32\x13.pellucid.v1.Finish\"\x95\x01\n\x06\x46inish\x12)\n\x06reason\x18\x01 \x01(\x0e\x32\x19.pellucid.v1.FinishReason\x12\x1a\n\x10matched_token_id\x18\x02 \x01(\rH\x00\x12\x1d\n\x13matched_stop_string\x18\x03 \x01(\tH\x00\x12\x1a\n\x12output_token_count\x18\x04 \x01(\rB\t\n\x07matched\"?\n\x05Usage\x12\x1a\n\x12prompt_token_count\x18\x01 \x01(\r\x12\x1a\n\x12output_token_count\x18\x03 \x01(\r\"\xd4\x02\n\x07Timings\x12-\n\nqueue_time\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12/\n\x0cprefill_time\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x36\n\x13time_to_first_token\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12.\n\x0b\x64\x65\x63ode_time\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12-\n\ntotal_time\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x18\n\x10preemption_count\x18\x06 \x01(\r\x12\x19\n\x11window_move_count\x18\x07 \x01(\r\x12\x1d\n\x15\x65ngine_recovery_count\x18\x08 \x01(\r\"#\n\rCancelRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\";\n\x0e\x43\x61ncelResponse\x12)\n\x06result\x18\x01 \x01(\x0e\x32\x19.pellucid.v1.CancelResult*e\n\x0c\x44\x65liveryMode\x12\x1d\n\x19\x44\x45LIVERY_MODE_UNSPECIFIED\x10\x00\x12\x1d\n\x19\x44\x45LIVERY_MODE_INCREMENTAL\x10\x01\x12\x17\n\x13\x44\x45LIVERY_MODE_FINAL\x10\x02*\xc4\x01\n\x0f\x43ontextOverflow\x12 \n\x1c\x43ONTEXT_OVERFLOW_UNSPECIFIED\x10\x00\x12\x19\n\x15\x43ONTEXT_OVERFLOW_AUTO\x10\x01\x12\x1b\n\x17\x43ONTEXT_OVERFLOW_REJECT\x10\x02\x12\x1d\n\x19\x43ONTEXT_OVERFLOW_TRUNCATE\x10\x03\x12\x19\n\x15\x43ONTEXT_OVERFLOW_ROLL\x10\x04\x12\x1d\n\x19\x43ONTEXT_OVERFLOW_REENCODE\x10\x05*\xfe\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x15\n\x11\x46INISH_REASON_EOS\x10\x01\x12\x1c\n\x18\x46INISH_REASON_STOP_TOKEN\x10\x02\x12\x1d\n\x19\x46INISH_REASON_STOP_STRING\x10\x03\x12 \n\x1c\x46INISH_REASON_MAX_NEW_TOKENS\x10\x04\x12\x1e\n\x1a\x46INISH_REASON_CONTEXT_FULL\x10\x05\x12\x1c\n\x18\x46INISH_REASON_TIME_LIMIT\x10\x06\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x08*g\n\x0c\x43\x61ncelResult\x12\x1d\n\x19\x43\x41NCEL_RESULT_UNSPECIFIED\x10\x00\x12\x1b\n\x17\x43\x41NCEL_RESULT_CANCELLED\x10\x01\x12\x1b\n\x17\x43\x41NCEL_RESULT_NOT_FOUND\x10\x02\x32\xa0\x01\n\x10InferenceService\x12I\n\x08Generate\x12\x1c.pellucid.v1.GenerateRequest\x1a\x1d.pellucid.v1.GenerateResponse0\x01\x12\x41\n\x06\x43\x61ncel\x12\x1a.pellucid.v1.CancelRequest\x1a\x1b.pellucid.v1.CancelResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pellucid.v1.inference_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_DELIVERYMODE']._serialized_start=2258
-  _globals['_DELIVERYMODE']._serialized_end=2359
-  _globals['_CONTEXTOVERFLOW']._serialized_start=2361
-  _globals['_CONTEXTOVERFLOW']._serialized_end=2472
-  _globals['_FINISHREASON']._serialized_start=2475
-  _globals['_FINISHREASON']._serialized_end=2729
-  _globals['_CANCELRESULT']._serialized_start=2731
-  _globals['_CANCELRESULT']._serialized_end=2834
+  _globals['_DELIVERYMODE']._serialized_start=2414
+  _globals['_DELIVERYMODE']._serialized_end=2515
+  _globals['_CONTEXTOVERFLOW']._serialized_start=2518
+  _globals['_CONTEXTOVERFLOW']._serialized_end=2714
+  _globals['_FINISHREASON']._serialized_start=2717
+  _globals['_FINISHREASON']._serialized_end=2971
+  _globals['_CANCELRESULT']._serialized_start=2973
+  _globals['_CANCELRESULT']._serialized_end=3076
   _globals['_GENERATEREQUEST']._serialized_start=102
   _globals['_GENERATEREQUEST']._serialized_end=468
   _globals['_STOPPINGCRITERIA']._serialized_start=471
   _globals['_STOPPINGCRITERIA']._serialized_end=704
   _globals['_OUTPUTOPTIONS']._serialized_start=707
   _globals['_OUTPUTOPTIONS']._serialized_end=941
-  _globals['_CONTEXTPOLICY']._serialized_start=943
-  _globals['_CONTEXTPOLICY']._serialized_end=1006
-  _globals['_GENERATERESPONSE']._serialized_start=1009
-  _globals['_GENERATERESPONSE']._serialized_end=1185
-  _globals['_PROMPTINFO']._serialized_start=1188
-  _globals['_PROMPTINFO']._serialized_end=1516
-  _globals['_OUTPUTDELTA']._serialized_start=1518
-  _globals['_OUTPUTDELTA']._serialized_end=1625
-  _globals['_FINISH']._serialized_start=1628
-  _globals['_FINISH']._serialized_end=1777
-  _globals['_USAGE']._serialized_start=1779
-  _globals['_USAGE']._serialized_end=1842
-  _globals['_TIMINGS']._serialized_start=1845
-  _globals['_TIMINGS']._serialized_end=2158
-  _globals['_CANCELREQUEST']._serialized_start=2160
-  _globals['_CANCELREQUEST']._serialized_end=2195
-  _globals['_CANCELRESPONSE']._serialized_start=2197
-  _globals['_CANCELRESPONSE']._serialized_end=2256
-  _globals['_INFERENCESERVICE']._serialized_start=2837
-  _globals['_INFERENCESERVICE']._serialized_end=2997
+  _globals['_CONTEXTPOLICY']._serialized_start=944
+  _globals['_CONTEXTPOLICY']._serialized_end=1135
+  _globals['_GENERATERESPONSE']._serialized_start=1138
+  _globals['_GENERATERESPONSE']._serialized_end=1314
+  _globals['_PROMPTINFO']._serialized_start=1317
+  _globals['_PROMPTINFO']._serialized_end=1645
+  _globals['_OUTPUTDELTA']._serialized_start=1647
+  _globals['_OUTPUTDELTA']._serialized_end=1754
+  _globals['_FINISH']._serialized_start=1757
+  _globals['_FINISH']._serialized_end=1906
+  _globals['_USAGE']._serialized_start=1908
+  _globals['_USAGE']._serialized_end=1971
+  _globals['_TIMINGS']._serialized_start=1974
+  _globals['_TIMINGS']._serialized_end=2314
+  _globals['_CANCELREQUEST']._serialized_start=2316
+  _globals['_CANCELREQUEST']._serialized_end=2351
+  _globals['_CANCELRESPONSE']._serialized_start=2353
+  _globals['_CANCELRESPONSE']._serialized_end=2412
+  _globals['_INFERENCESERVICE']._serialized_start=3079
+  _globals['_INFERENCESERVICE']._serialized_end=3239
 # @@protoc_insertion_point(module_scope)

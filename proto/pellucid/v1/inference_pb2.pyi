@@ -20,8 +20,11 @@ class DeliveryMode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
 class ContextOverflow(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     CONTEXT_OVERFLOW_UNSPECIFIED: _ClassVar[ContextOverflow]
+    CONTEXT_OVERFLOW_AUTO: _ClassVar[ContextOverflow]
     CONTEXT_OVERFLOW_REJECT: _ClassVar[ContextOverflow]
     CONTEXT_OVERFLOW_TRUNCATE: _ClassVar[ContextOverflow]
+    CONTEXT_OVERFLOW_ROLL: _ClassVar[ContextOverflow]
+    CONTEXT_OVERFLOW_REENCODE: _ClassVar[ContextOverflow]
 
 class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -43,8 +46,11 @@ DELIVERY_MODE_UNSPECIFIED: DeliveryMode
 DELIVERY_MODE_INCREMENTAL: DeliveryMode
 DELIVERY_MODE_FINAL: DeliveryMode
 CONTEXT_OVERFLOW_UNSPECIFIED: ContextOverflow
+CONTEXT_OVERFLOW_AUTO: ContextOverflow
 CONTEXT_OVERFLOW_REJECT: ContextOverflow
 CONTEXT_OVERFLOW_TRUNCATE: ContextOverflow
+CONTEXT_OVERFLOW_ROLL: ContextOverflow
+CONTEXT_OVERFLOW_REENCODE: ContextOverflow
 FINISH_REASON_UNSPECIFIED: FinishReason
 FINISH_REASON_EOS: FinishReason
 FINISH_REASON_STOP_TOKEN: FinishReason
@@ -116,10 +122,16 @@ class OutputOptions(_message.Message):
     def __init__(self, omit_text: bool = ..., omit_token_ids: bool = ..., keep_special_tokens: bool = ..., return_prompt_token_ids: bool = ..., delivery_mode: _Optional[_Union[DeliveryMode, str]] = ..., min_tokens_per_message: _Optional[int] = ...) -> None: ...
 
 class ContextPolicy(_message.Message):
-    __slots__ = ("overflow",)
+    __slots__ = ("overflow", "window_tokens", "sink_tokens", "hop_tokens")
     OVERFLOW_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SINK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    HOP_TOKENS_FIELD_NUMBER: _ClassVar[int]
     overflow: ContextOverflow
-    def __init__(self, overflow: _Optional[_Union[ContextOverflow, str]] = ...) -> None: ...
+    window_tokens: int
+    sink_tokens: int
+    hop_tokens: int
+    def __init__(self, overflow: _Optional[_Union[ContextOverflow, str]] = ..., window_tokens: _Optional[int] = ..., sink_tokens: _Optional[int] = ..., hop_tokens: _Optional[int] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
     __slots__ = ("prompt", "outputs", "usage", "timings")
@@ -188,13 +200,14 @@ class Usage(_message.Message):
     def __init__(self, prompt_token_count: _Optional[int] = ..., output_token_count: _Optional[int] = ...) -> None: ...
 
 class Timings(_message.Message):
-    __slots__ = ("queue_time", "prefill_time", "time_to_first_token", "decode_time", "total_time", "preemption_count", "engine_recovery_count")
+    __slots__ = ("queue_time", "prefill_time", "time_to_first_token", "decode_time", "total_time", "preemption_count", "window_move_count", "engine_recovery_count")
     QUEUE_TIME_FIELD_NUMBER: _ClassVar[int]
     PREFILL_TIME_FIELD_NUMBER: _ClassVar[int]
     TIME_TO_FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
     DECODE_TIME_FIELD_NUMBER: _ClassVar[int]
     TOTAL_TIME_FIELD_NUMBER: _ClassVar[int]
     PREEMPTION_COUNT_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_MOVE_COUNT_FIELD_NUMBER: _ClassVar[int]
     ENGINE_RECOVERY_COUNT_FIELD_NUMBER: _ClassVar[int]
     queue_time: _duration_pb2.Duration
     prefill_time: _duration_pb2.Duration
@@ -202,8 +215,9 @@ class Timings(_message.Message):
     decode_time: _duration_pb2.Duration
     total_time: _duration_pb2.Duration
     preemption_count: int
+    window_move_count: int
     engine_recovery_count: int
-    def __init__(self, queue_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., prefill_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., time_to_first_token: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., decode_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., total_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., preemption_count: _Optional[int] = ..., engine_recovery_count: _Optional[int] = ...) -> None: ...
+    def __init__(self, queue_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., prefill_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., time_to_first_token: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., decode_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., total_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., preemption_count: _Optional[int] = ..., window_move_count: _Optional[int] = ..., engine_recovery_count: _Optional[int] = ...) -> None: ...
 
 class CancelRequest(_message.Message):
     __slots__ = ("request_id",)

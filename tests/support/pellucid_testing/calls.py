@@ -105,7 +105,7 @@ def collect(stream: Iterable[inference_pb2.GenerateResponse]) -> Answer:
 def failure(call: Any) -> Failure:
     """The status of a call that must fail: an error that was raised, or a stream that is run to its end."""
     error: Any = call if isinstance(call, grpc.RpcError) and not hasattr(call, "__next__") else _error_of(call)
-    trailers = dict(error.trailing_metadata() or ())
+    trailers = dict(iter(error.trailing_metadata() or ()))
     status = status_pb2.Status.FromString(trailers.get("grpc-status-details-bin", b""))
     info, bad, retry = error_details_pb2.ErrorInfo(), error_details_pb2.BadRequest(), error_details_pb2.RetryInfo()
     has_retry = False
@@ -121,7 +121,7 @@ def failure(call: Any) -> Failure:
         violations={violation.field: violation.description for violation in bad.field_violations},
         retry_after=retry.retry_delay.ToMilliseconds() / 1000 if has_retry else None,
         trailers=trailers,
-        headers=dict(error.initial_metadata() or ()),
+        headers=dict(iter(error.initial_metadata() or ())),
     )
 
 

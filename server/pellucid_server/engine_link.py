@@ -1,0 +1,163 @@
+"""The frontend's end of the engine process: starts it, talks to it, and starts it again when it dies.
+
+In come Submit and Abort messages; out go events: the engine is up (Ready), has done a step (StepDone), or is down.
+After "down" nothing that was sent before is known to the next engine. The engine reads the end of its socket when this
+process dies, however that happens, and ends too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from typing import Protocol
+
+import msgspec
+
+from pellucid_server.engine.messages import (
+    Abort,
+    Configure,
+    Ready,
+    StartFailed,
+    StepDone,
+    Submit,
+    frame,
+    read_from_engine,
+)
+from pellucid_server.errors import StartError
+from pellucid_server.logs import log
+
+ENGINE_COMMAND = (sys.executable, "-m", "pellucid_server.engine")
+"""The number of the inherited socket follows as the last argument."""
+MIN_BACKOFF = 0.1
+MAX_BACKOFF = 5.0
+EXIT_SECONDS = 5.0
+"""How long the engine may take to end when the server does, before it is killed."""
+BURY_SECONDS = 0.5
+"""The same for an engine that has closed its end of the socket and is of no more use."""
+
+
+class EngineEvents(Protocol):
+    """Who listens. Called on the event loop; must not wait."""
+
+    def engine_up(self, ready: Ready) -> None: ...
+
+    def engine_step(self, step: StepDone) -> None: ...
+
+    def engine_down(self) -> None: ...
+
+    def engine_restarting(self, reason: str) -> None:
+        """A new engine is about to start. `reason` says how the last one ended: exit, signal or start_failed."""
+        ...
+
+
+class EngineLink:
+    """One engine at a time. `run` for as long as the server lives."""
+
+    def __init__(self, events: EngineEvents, command: Sequence[str] = ENGINE_COMMAND) -> None:
+        self._events = events
+        self._command = tuple(command)
+        self._process: asyncio.subprocess.Process | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._up = False
+        self._backoff = MIN_BACKOFF
+
+    @property
+    def pid(self) -> int:
+        """Process id of the engine; 0 while there is none."""
+        return self._process.pid if self._process is not None else 0
+
+    def send(self, message: Submit | Abort) -> None:
+        """Never waits. Dropped while no engine is up: whoever listens submits again on "up"."""
+        if self._up and self._writer is not None:
+            self._writer.write(frame(message))
+
+    async def run(self, configure: Configure) -> None:
+        """Keeps an engine running. Raises StartError where the first one does not start; else until cancelled."""
+        started_once = False
+        try:
+            while True:
+                failure = await self._live(configure)
+                started_once = started_once or self._up
+                self._up = False
+                if started_once:
+                    self._events.engine_down()
+                reason = await self._bury(BURY_SECONDS)
+                if not started_once:
+                    raise StartError(failure or _first_start_failure(reason))
+                log(logging.ERROR, "the engine is down and will be restarted", cause=failure or reason)
+                await asyncio.sleep(self._backoff)
+                self._backoff = min(MAX_BACKOFF, self._backoff * 2)
+                self._events.engine_restarting("start_failed" if failure else reason.split()[0])
+        finally:
+            # An engine that is still loading does not look at its socket.
+            patience = EXIT_SECONDS if self._up else 0.0
+            self._up = False
+            await self._bury(patience)
+
+    def kill(self) -> None:
+        """Ends the engine at once."""
+        if self._process is not None and self._process.returncode is None:
+            self._process.kill()
+
+    async def _live(self, configure: Configure) -> str | None:
+        """One engine's life, from start to the end of its messages. Returns why it refused to start, if it did."""
+        reader = await self._spawn(configure)
+        # What cannot be decoded comes from an engine that went wrong: as good as dead.
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError, msgspec.MsgspecError):
+            first = await read_from_engine(reader)
+            if isinstance(first, StartFailed):
+                return first.message
+            if isinstance(first, Ready):
+                self._up = True
+                self._events.engine_up(first)
+            while True:
+                message = await read_from_engine(reader)
+                if isinstance(message, StepDone):
+                    self._step(message)
+        return None
+
+    def _step(self, step: StepDone) -> None:
+        if step.progress:
+            self._backoff = MIN_BACKOFF
+        self._events.engine_step(step)
+
+    async def _spawn(self, configure: Configure) -> asyncio.StreamReader:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            # A session of its own: Ctrl-C in the terminal reaches the frontend alone, which then drains.
+            self._process = await asyncio.create_subprocess_exec(
+                *self._command,
+                str(theirs.fileno()),
+                pass_fds=(theirs.fileno(),),
+                stdin=asyncio.subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        reader, self._writer = await asyncio.open_unix_connection(sock=ours)
+        self._writer.write(frame(configure))
+        return reader
+
+    async def _bury(self, patience: float) -> str:
+        """Closes the socket and waits for the process to end, at last by killing it. Returns how it ended."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+        process = self._process
+        if process is None:
+            return "exit"
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(process.wait(), patience)
+        self.kill()
+        await process.wait()
+        self._process = None
+        code = process.returncode or 0
+        return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit {code}"
+
+
+def _first_start_failure(reason: str) -> str:
+    hint = "perhaps memory ran out: lower --kv-cache-memory" if "SIGKILL" in reason else "its log above may say why"
+    return f"the engine process ended while it was loading the model ({reason}); {hint}"

@@ -1,0 +1,194 @@
+"""Every metric of the server, in one registry of its own; docs/metrics.md lists them for people.
+
+Requests report their ends here (`requests.py` alone does that), the engine its steps. The engine counts from its own
+start, so its totals are added as differences and the counters here survive an engine restart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from importlib import metadata
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
+from prometheus_client.process_collector import ProcessCollector
+
+from pellucid_server.engine.messages import Ready, Stats
+
+TTFT_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
+TOKEN_BUCKETS = (
+    *(0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.025, 0.05, 0.075),
+    *(0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2.5, 5),
+)
+REQUEST_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160)
+LENGTH_BUCKETS = tuple(m * 10**e for e in range(6) for m in (1, 2, 5))
+STEP_BUCKETS = tuple(2**e for e in range(15))
+
+FINISH_REASONS = (
+    *("eos", "stop_token", "stop_string", "max_new_tokens", "context_full", "time_limit", "cancelled"),
+    *("client_cancelled", "deadline", "slow_consumer", "engine_down", "non_finite_logits", "shutdown", "engine_error"),
+)
+REJECTION_REASONS = (
+    *("invalid_field", "unsupported_field", "prompt_too_long", "model_not_found", "request_id_in_use"),
+    *("request_too_large", "queue_full", "draining", "model_loading", "engine_down", "deadline_exceeded"),
+    "engine_error",
+)
+RESTART_REASONS = ("exit", "signal", "start_failed")
+CANCELLATION_CAUSES = ("client", "deadline", "shutdown")
+STEP_PHASES = ("prefill", "decode", "mixed")
+
+
+class Metrics:
+    """The registry and its metrics; children of closed label sets exist from the start, so that rates work at once."""
+
+    def __init__(self, model_name: str, engine_pid: Callable[[], int]) -> None:
+        disable_created_metrics()
+        self.registry = CollectorRegistry()
+        self._model = model_name
+        seconds = self._histogram
+        self.time_to_first_token = seconds("time_to_first_token_seconds", "Admission to first token", TTFT_BUCKETS)
+        self.inter_token = seconds("inter_token_latency_seconds", "Gap between two tokens of a request", TOKEN_BUCKETS)
+        self.time_per_output_token = seconds(
+            "request_time_per_output_token_seconds", "Mean gap between tokens, once per request", TOKEN_BUCKETS
+        )
+        self.queue_time = seconds("request_queue_time_seconds", "Admission to first step", REQUEST_BUCKETS)
+        self.prefill_time = seconds("request_prefill_time_seconds", "First step to first token", REQUEST_BUCKETS)
+        self.decode_time = seconds("request_decode_time_seconds", "First token to last token", REQUEST_BUCKETS)
+        self.e2e_latency = seconds("e2e_request_latency_seconds", "Admission to end", REQUEST_BUCKETS)
+        self.request_prompt_tokens = seconds("request_prompt_tokens", "Prompt tokens per request", LENGTH_BUCKETS)
+        self.request_generated_tokens = seconds(
+            "request_generated_tokens", "Generated tokens per request", LENGTH_BUCKETS
+        )
+        self.requests_running = self._gauge("requests_running", "Requests the engine is working on")
+        self.requests_waiting = self._gauge("requests_waiting", "Admitted requests the engine is not working on yet")
+        self._finished = self._counter("requests_finished", "Admitted requests by how they ended", "reason")
+        self.finished = {reason: self._finished.labels(self._model, reason) for reason in FINISH_REASONS}
+        self._rejections = self._counter("request_rejections", "Generate calls refused before they ran", "reason")
+        self.rejections = {reason: self._rejections.labels(self._model, reason) for reason in REJECTION_REASONS}
+        self._cancellations = self._counter("request_cancellations", "Requests ended from outside", "cause")
+        self.cancellations = {cause: self._cancellations.labels(self._model, cause) for cause in CANCELLATION_CAUSES}
+        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests that have run").labels(
+            self._model
+        )
+        self.generated_tokens = self._counter("generated_tokens", "Tokens given to requests").labels(self._model)
+        self.non_finite_logits = self._counter("non_finite_logits", "Requests ended by NaN or infinite logits").labels(
+            self._model
+        )
+        self.streams_recovered = self._counter(
+            "streams_recovered", "Requests carried over to a restarted engine"
+        ).labels(self._model)
+        self.calls = Counter(
+            "pellucid_requests", "Calls by method and status", ["method", "grpc_code"], registry=self.registry
+        )
+        self.server_ready = Gauge("pellucid_server_ready", "1 while requests are accepted", registry=self.registry)
+        self.engine = EngineMetrics(self.registry, model_name)
+        ProcessCollector(registry=self.registry)
+        ProcessCollector(namespace="pellucid_engine", pid=engine_pid, registry=self.registry)
+
+    def _histogram(self, name: str, help: str, buckets: Sequence[float]) -> Histogram:
+        return _histogram(self.registry, self._model, name, help, buckets)
+
+    def _gauge(self, name: str, help: str) -> Gauge:
+        return _gauge(self.registry, self._model, name, help)
+
+    def _counter(self, name: str, help: str, *labels: str) -> Counter:
+        return Counter(f"pellucid_{name}", help, ["model_name", *labels], registry=self.registry)
+
+
+class EngineMetrics:
+    """What the engine tells about itself: capacity once it is ready, and a snapshot after every step."""
+
+    def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
+        self._registry = registry
+        self._model = model_name
+        self._totals = (0, 0)
+        self.up = Gauge("pellucid_engine_up", "1 while the engine process is ready", registry=registry)
+        restarts = Counter("pellucid_engine_restarts", "Engines lost and started again", ["reason"], registry=registry)
+        self.restarts = {reason: restarts.labels(reason) for reason in RESTART_REASONS}
+        self._step_seconds = Histogram(
+            "pellucid_engine_step_duration_seconds",
+            "Duration of a step",
+            ["model_name", "phase"],
+            buckets=TOKEN_BUCKETS,
+            registry=registry,
+        )
+        self._phases = {phase: self._step_seconds.labels(model_name, phase) for phase in STEP_PHASES}
+        self._batch_size = _histogram(registry, model_name, "step_batch_size", "Sequences per step", STEP_BUCKETS)
+        self._step_tokens = _histogram(registry, model_name, "step_tokens", "Tokens computed per step", STEP_BUCKETS)
+        blocks = Gauge("pellucid_kv_cache_blocks", "KV blocks by state", ["model_name", "state"], registry=registry)
+        self._used_blocks, self._free_blocks = (blocks.labels(model_name, state) for state in ("used", "free"))
+        self._block_limit = _gauge(registry, model_name, "kv_cache_blocks_limit", "KV blocks in all")
+        self._usage = _gauge(registry, model_name, "kv_cache_usage_ratio", "Used share of the KV blocks, 0 to 1")
+        self._last_step = _gauge(
+            registry, model_name, "engine_last_step_timestamp_seconds", "Unix time of the last message from the engine"
+        )
+        self._preemptions = Counter(
+            "pellucid_preemptions", "Times a sequence gave up its KV blocks", ["model_name"], registry=registry
+        ).labels(model_name)
+        self._prefill_tokens = Counter(
+            "pellucid_prefill_tokens",
+            "Prompt and recomputed tokens run through the model",
+            ["model_name"],
+            registry=registry,
+        ).labels(model_name)
+        self._build = Gauge(
+            "pellucid_build_info", "Versions; always 1", ["version", "torch", "device"], registry=registry
+        )
+        self._cache_config = Gauge(
+            "pellucid_cache_config_info",
+            "Shape of the KV cache; always 1",
+            ["model_name", "block_size", "num_blocks"],
+            registry=registry,
+        )
+
+    def ready(self, ready: Ready, version: str) -> None:
+        """A new engine is up and counts from zero."""
+        self._totals = (0, 0)
+        self.up.set(1)
+        self._block_limit.set(ready.kv_block_count)
+        self._used_blocks.set(0)
+        self._free_blocks.set(ready.kv_block_count)
+        self._usage.set(0)
+        self._build.clear()
+        self._build.labels(version, _torch_version(), ready.device).set(1)
+        self._cache_config.clear()
+        self._cache_config.labels(self._model, str(ready.kv_block_size), str(ready.kv_block_count)).set(1)
+
+    def down(self) -> None:
+        """The engine is gone, and its cache with it."""
+        self.up.set(0)
+        self._used_blocks.set(0)
+        self._free_blocks.set(0)
+        self._usage.set(0)
+
+    def step(self, stats: Stats, wall_time: float) -> None:
+        """One snapshot. `wall_time` is the Unix time at which it came in."""
+        self._used_blocks.set(stats.used_blocks)
+        self._free_blocks.set(stats.free_blocks)
+        self._usage.set(stats.used_blocks / max(1, stats.used_blocks + stats.free_blocks))
+        self._last_step.set(wall_time)
+        preemptions, prefill_tokens = self._totals
+        self._totals = (stats.preemptions_total, stats.prefill_tokens_total)
+        self._preemptions.inc(stats.preemptions_total - preemptions)
+        self._prefill_tokens.inc(stats.prefill_tokens_total - prefill_tokens)
+        if stats.step_phase != "idle":
+            self._phases[stats.step_phase].observe(stats.step_seconds)
+            self._batch_size.observe(stats.step_sequences)
+            self._step_tokens.observe(stats.step_tokens)
+
+
+def _histogram(
+    registry: CollectorRegistry, model_name: str, name: str, help: str, buckets: Sequence[float]
+) -> Histogram:
+    return Histogram(f"pellucid_{name}", help, ["model_name"], buckets=buckets, registry=registry).labels(model_name)
+
+
+def _gauge(registry: CollectorRegistry, model_name: str, name: str, help: str) -> Gauge:
+    return Gauge(f"pellucid_{name}", help, ["model_name"], registry=registry).labels(model_name)
+
+
+def _torch_version() -> str:
+    """Read from the installed metadata: the frontend does not import torch."""
+    try:
+        return metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        return "none"

@@ -1,0 +1,153 @@
+"""What every call has in common: parsing, request id, response headers, errors as statuses, the count by status.
+
+A behaviour gets a parsed message and a `Call`. Whatever it raises becomes a status here: the exception tree through
+rpc.errors, and anything else INTERNAL without a word of the inside, which is logged with the request id.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+from urllib.parse import quote
+
+import grpc
+from google.protobuf.message import Message
+
+from pellucid_server.errors import InternalError, ServeError
+from pellucid_server.logs import LOGGER, log
+from pellucid_server.metrics import Metrics
+from pellucid_server.rpc.errors import error_trailers, status_code
+from pellucid_server.rpc.validation import MAX_REQUEST_ID_BYTES, REQUEST_ID_HEADER
+from pellucid_server.rpc.wire import parse
+
+Context = grpc.aio.ServicerContext[bytes, bytes]
+M = TypeVar("M", bound=Message)
+T = TypeVar("T")
+
+INSTANCE = "x-pellucid-instance"
+
+
+class Call:
+    """One call in progress."""
+
+    def __init__(self, context: Context, instance_id: str) -> None:
+        self._context = context
+        self._instance_id = instance_id
+        self._began = False
+        self.request_id = _header(context, REQUEST_ID_HEADER)
+        """The caller's x-request-id until the request's own id is known; empty: none was given."""
+
+    def assign_request_id(self, own: str = "") -> str:
+        """The request's id: its own, else the header's, else a new one."""
+        self.request_id = own or self.request_id or secrets.token_hex(8)
+        return self.request_id
+
+    @property
+    def deadline(self) -> float | None:
+        """On the monotonic clock."""
+        remaining = self._context.time_remaining()
+        return None if remaining is None else time.monotonic() + remaining
+
+    async def send(self, message: Message) -> None:
+        """Writes one message of a stream, the response headers before the first: from then on no retry is automatic."""
+        await self._begin()
+        await self._context.write(message.SerializeToString())
+
+    async def reply(self, message: Message) -> bytes:
+        """The answer of a unary call."""
+        await self._begin()
+        return message.SerializeToString()
+
+    async def fail(self, error: ServeError) -> None:
+        """Ends the call with the error's status; raises, as gRPC's abort does."""
+        trailers = error_trailers(error) + (() if self._began else self._headers())
+        await self._context.abort(status_code(error), error.message, trailers)
+
+    async def _begin(self) -> None:
+        if not self._began:
+            self._began = True
+            await self._context.send_initial_metadata(self._headers())
+
+    def _headers(self) -> tuple[tuple[str, str], ...]:
+        # Header values are printable ASCII; other characters of an id are percent-encoded.
+        printable = quote(self.request_id[:MAX_REQUEST_ID_BYTES], safe="!\"#$&'()*+,/:;<=>?@[\\]^`{|} ").strip()
+        return ((REQUEST_ID_HEADER, printable), (INSTANCE, self._instance_id))
+
+
+class Calls:
+    """Makes gRPC handlers of behaviours."""
+
+    def __init__(self, instance_id: str, metrics: Metrics) -> None:
+        self._instance_id = instance_id
+        self._metrics = metrics
+
+    def unary(
+        self, method: str, kind: type[M], behaviour: Callable[[M, Call], Awaitable[Message]]
+    ) -> grpc.RpcMethodHandler[bytes, bytes]:
+        """Handler of a method with one answer."""
+
+        async def handle(raw: bytes, context: Context) -> bytes:
+            call = Call(context, self._instance_id)
+
+            async def answer() -> bytes:
+                call.assign_request_id()
+                return await call.reply(await behaviour(parse(raw, kind), call))
+
+            return await self._run(method, call, answer())
+
+        return grpc.unary_unary_rpc_method_handler(handle)
+
+    def stream(
+        self, method: str, behaviour: Callable[[bytes, Call], Awaitable[None]]
+    ) -> grpc.RpcMethodHandler[bytes, bytes]:
+        """Handler of a method that streams its answer with `Call.send`.
+
+        The behaviour parses the bytes itself, so that it can count what it refuses.
+        """
+
+        async def handle(raw: bytes, context: Context) -> None:
+            call = Call(context, self._instance_id)
+            await self._run(method, call, behaviour(raw, call))
+
+        return grpc.unary_stream_rpc_method_handler(handle)
+
+    async def _run(self, method: str, call: Call, work: Awaitable[T]) -> T:
+        """Every call is counted before its client learns how it ended."""
+        try:
+            result = await work
+        except asyncio.CancelledError:
+            deadline = call.deadline
+            expired = deadline is not None and deadline <= time.monotonic()
+            self._count(method, grpc.StatusCode.DEADLINE_EXCEEDED if expired else grpc.StatusCode.CANCELLED)
+            raise
+        except ServeError as error:
+            self._count(method, status_code(error))
+            self._log_refusal(method, call, error)
+            await call.fail(error)
+            raise
+        except Exception:
+            self._count(method, grpc.StatusCode.INTERNAL)
+            fields = {"method": method, "request_id": call.request_id}
+            LOGGER.exception("a call failed", extra={"fields": fields})
+            await call.fail(InternalError(f"an error in the server ended request {call.request_id!r}"))
+            raise
+        self._count(method, grpc.StatusCode.OK)
+        return result
+
+    def _count(self, method: str, code: grpc.StatusCode) -> None:
+        self._metrics.calls.labels(method, code.name).inc()
+
+    def _log_refusal(self, method: str, call: Call, error: ServeError) -> None:
+        level = logging.ERROR if isinstance(error, InternalError) else logging.DEBUG
+        log(level, error.message, method=method, request_id=call.request_id, reason=error.reason)
+
+
+def _header(context: Context, name: str) -> str:
+    for key, value in context.invocation_metadata() or ():
+        if key == name and isinstance(value, str):
+            return value
+    return ""

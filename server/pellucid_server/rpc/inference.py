@@ -1,0 +1,136 @@
+"""InferenceService: Generate and Cancel.
+
+A Generate call goes: parse, validate, admit (bounded, before any heavy work), tokenize in a thread, plan, start; then
+the outbox is written to the stream until the request has ended. However the call ends, the request ends in the table.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+import grpc
+
+from pellucid.v1 import inference_pb2
+from pellucid_model.tokenizers import InvalidTextError, UnknownCharacterError
+from pellucid_server.errors import InternalError, InvalidRequest, ServeError, Violation
+from pellucid_server.live_request import LiveRequest
+from pellucid_server.planning import check_text_size, make_plan
+from pellucid_server.requests import RequestTable
+from pellucid_server.rpc import messages
+from pellucid_server.rpc.calls import Call, Calls
+from pellucid_server.rpc.directory import Directory
+from pellucid_server.rpc.validation import GenerateSpec, validate_generate
+from pellucid_server.rpc.wire import parse
+from pellucid_server.served import ServedModel
+from pellucid_server.text.stream import TextStream
+from pellucid_server.text_pool import TextPool
+
+SERVICE = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
+
+
+@dataclass(frozen=True)
+class InferenceService:
+    """The handlers. `directory` knows the model once it is loaded."""
+
+    directory: Directory
+    table: RequestTable
+    pool: TextPool
+
+    def handlers(self, calls: Calls) -> dict[str, grpc.RpcMethodHandler[bytes, bytes]]:
+        return {
+            "Generate": calls.stream("Generate", self.generate),
+            "Cancel": calls.unary("Cancel", inference_pb2.CancelRequest, self.cancel),
+        }
+
+    async def generate(self, raw: bytes, call: Call) -> None:
+        try:
+            model, spec, request = self._admit(raw, call)
+        except ServeError as error:
+            self.table.refuse(error)
+            raise
+        try:
+            await self._serve(model, spec, request, call)
+        except asyncio.CancelledError:
+            self.table.abandon(request)
+            raise
+        except ServeError as error:
+            self.table.fail(request, error)
+            raise
+        except Exception:
+            self.table.fail(request, InternalError(f"an error in the server ended request {request.request_id!r}"))
+            raise
+        finally:
+            self.table.release(request)
+
+    async def cancel(self, message: inference_pb2.CancelRequest, call: Call) -> inference_pb2.CancelResponse:
+        if not message.request_id:
+            raise InvalidRequest([Violation("request_id", "is missing; the id of a request in flight is required")])
+        found = self.table.cancel(message.request_id)
+        result = inference_pb2.CANCEL_RESULT_CANCELLED if found else inference_pb2.CANCEL_RESULT_NOT_FOUND
+        return inference_pb2.CancelResponse(result=result)
+
+    def _admit(self, raw: bytes, call: Call) -> tuple[ServedModel, GenerateSpec, LiveRequest]:
+        """Everything that may refuse the call before it has a place. Nothing here waits."""
+        header_id = call.request_id
+        call.assign_request_id()
+        message = parse(raw, inference_pb2.GenerateRequest)
+        request_id = call.assign_request_id(message.request_id)
+        model = self.directory.ready_model()
+        spec = validate_generate(message, model, header_id)
+        request = self.table.admit(request_id, spec.rules, deadline=call.deadline, time_limit=spec.time_limit)
+        return model, spec, request
+
+    async def _serve(self, model: ServedModel, spec: GenerateSpec, request: LiveRequest, call: Call) -> None:
+        prompt = await self.pool.run(lambda: prompt_tokens(model, spec))
+        plan = make_plan(model, spec.wishes, prompt)
+        self.table.start(request, plan, _text_stream(model, spec))
+        info = messages.prompt_info(model, spec, request, plan, prompt)
+        del prompt
+        first = True
+        while True:
+            await request.outbox.wait()
+            end = request.end
+            if end is not None and end.error is not None:
+                raise end.error
+            response = messages.delta(request.outbox.take())
+            if first:
+                response.prompt.CopyFrom(info)
+                first = False
+            if end is not None:
+                messages.complete(response, request, plan, end)
+            await call.send(response)
+            request.outbox.written()
+            if end is not None:
+                return
+
+
+def prompt_tokens(model: ServedModel, spec: GenerateSpec) -> list[int]:
+    """The prompt as token ids. Raises InvalidRequest for text that the tokenizer cannot take."""
+    if spec.text is None or model.tokenizer is None:
+        return spec.token_ids or []
+    check_text_size(model, spec.wishes, spec.text)
+    try:
+        tokens = model.tokenizer.encode(
+            spec.text,
+            add_special_tokens=spec.add_special_tokens,
+            parse_special_tokens=spec.parse_special_tokens,
+        )
+    except (UnknownCharacterError, InvalidTextError) as error:
+        raise InvalidRequest([Violation("text", str(error))]) from None
+    if tokens and not max(tokens) < model.vocab_size:
+        description = f"comes to token {max(tokens)}; the model knows tokens 0 to {model.vocab_size - 1}"
+        raise InvalidRequest([Violation("text", description)])
+    return tokens
+
+
+def _text_stream(model: ServedModel, spec: GenerateSpec) -> TextStream | None:
+    if model.tokenizer is None:
+        return None
+    return TextStream(
+        model.tokenizer,
+        spec.stop_strings,
+        spec.include_stop_in_text,
+        spec.keep_special_tokens,
+        spec.wishes.min_new_tokens,
+    )

@@ -1,0 +1,99 @@
+"""The model that is served, as rpc sees it: what the checkpoint says, what the engine made of it, what settings add."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from pellucid_model.tokenizers import Tokenizer
+from pellucid_server.checkpoint_info import CheckpointInfo, SamplingDefaults
+from pellucid_server.engine.messages import Ready
+from pellucid_server.settings import Settings
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class DefaultSampling:
+    """What unset sampling fields come to, from operator, checkpoint and built-in values."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """One loaded model with its limits and defaults."""
+
+    name: str
+    tokenizer: Tokenizer | None
+    vocab_size: int
+    eos_ids: tuple[int, ...]
+    context_length: int
+    """Trained context N in tokens."""
+    cache_tokens: int
+    """Tokens that the whole KV cache holds."""
+    longest_token: int
+    """Bytes of the tokenizer's longest token; 0 without a tokenizer."""
+    sampling: DefaultSampling
+    default_max_new_tokens: int
+    max_new_tokens_limit: int
+    overflow: str
+    """ "reject" or "truncate"."""
+
+    @property
+    def max_length(self) -> int:
+        """Longest sequence, prompt and output together."""
+        return min(self.context_length, self.cache_tokens)
+
+
+def served_model(
+    settings: Settings, checkpoint: CheckpointInfo, tokenizer: Tokenizer | None, longest_token: int, ready: Ready
+) -> ServedModel:
+    """Puts the parts together once the engine is ready. End ids beyond the vocabulary are left out."""
+    eos_ids = {*checkpoint.eos_ids, *(tokenizer.eos_ids if tokenizer is not None else ())}
+    return ServedModel(
+        name=checkpoint.name,
+        tokenizer=tokenizer,
+        vocab_size=ready.vocab_size,
+        eos_ids=tuple(sorted(token_id for token_id in eos_ids if token_id < ready.vocab_size)),
+        context_length=ready.context_length,
+        cache_tokens=ready.kv_block_size * ready.kv_block_count,
+        longest_token=longest_token,
+        sampling=default_sampling(
+            SamplingDefaults(
+                temperature=settings.default_temperature,
+                top_k=settings.default_top_k,
+                top_p=settings.default_top_p,
+                min_p=settings.default_min_p,
+            ),
+            checkpoint.sampling,
+        ),
+        default_max_new_tokens=settings.default_max_new_tokens,
+        max_new_tokens_limit=settings.max_new_tokens_limit,
+        overflow=settings.context_overflow,
+    )
+
+
+def default_sampling(operator: SamplingDefaults, model: SamplingDefaults) -> DefaultSampling:
+    """The chain operator, model, built-in. Values are rounded to the API's float32, so that an echoed value sent back
+    means the same."""
+    return DefaultSampling(
+        temperature=_float32(_first((operator.temperature, model.temperature), 1.0)),
+        top_k=_first((operator.top_k, model.top_k), 0),
+        top_p=_float32(_first((operator.top_p, model.top_p), 1.0)),
+        min_p=_float32(_first((operator.min_p, model.min_p), 0.0)),
+    )
+
+
+def _first(candidates: Sequence[T | None], built_in: T) -> T:
+    return next((value for value in candidates if value is not None), built_in)
+
+
+def _float32(value: float) -> float:
+    rounded: float = struct.unpack("<f", struct.pack("<f", value))[0]
+    return rounded

@@ -1,0 +1,209 @@
+"""Every setting of `pellucid serve`: name, default, accepted values and help in one frozen dataclass.
+
+In come the command line, the environment (PELLUCID_MAX_RUNNING for max-running) and a TOML file (max-running = 32); out
+comes one `Settings`. The earlier source wins: command line, environment, TOML, default. A value that is not accepted,
+or a key that does not exist, raises SettingsError with one line naming source, key, value and what is accepted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import os
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pellucid_server.options import (
+    Address,
+    Choice,
+    Integer,
+    ListenAddress,
+    Number,
+    Option,
+    Size,
+    Text,
+    size_text,
+)
+
+ENVIRONMENT_PREFIX = "PELLUCID_"
+BUNDLED = "the bundled demo"
+
+TEMPERATURE = Number(0, 100)
+TOP_K = Integer(0, 2**31 - 1)
+TOP_P = Number(0, 1, open_low=True)
+MIN_P = Number(0, 1, open_high=True)
+
+
+class SettingsError(Exception):
+    """A setting that is not accepted; one line for the operator."""
+
+
+def _setting(default: object, option: Option, help: str, *, default_text: str | None = None) -> Any:
+    return dataclasses.field(
+        default=default, metadata={"option": option, "help": help, "default_text": default_text or _text(default)}
+    )
+
+
+def _text(default: object) -> str:
+    return f"{default:g}" if isinstance(default, float) else str(default)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings in force. 0 in a field whose default is "auto" leaves the choice to the engine."""
+
+    checkpoint: str | None = _setting(
+        None, Text("a checkpoint folder"), "folder with config.json and model.safetensors", default_text=BUNDLED
+    )
+    listen: Address = _setting(Address("127.0.0.1", 50051), ListenAddress(), "where to serve gRPC")  # noqa: RUF009
+    metrics_listen: Address | None = _setting(  # noqa: RUF009
+        Address("127.0.0.1", 9464), ListenAddress(may_be_off=True), "where to serve Prometheus metrics; off: nowhere"
+    )
+    device: str = _setting("auto", Choice(("auto", "cpu", "cuda")), "where the model runs")
+    dtype: str = _setting(
+        "auto", Choice(("auto", "float32", "bfloat16", "float16")), "number format of weights and KV cache"
+    )
+    kv_cache_memory: int = _setting(
+        0, Size(2**10, 2**50, auto=True), "memory for the KV cache; auto: a share of what is free", default_text="auto"
+    )
+    kv_block_size: int = _setting(
+        0,
+        Integer(1, 4096, auto=True, power_of_two=True),
+        "tokens per KV block; auto: the largest power of two up to 128 and a quarter of the context",
+        default_text="auto",
+    )
+    max_context: int = _setting(
+        0, Integer(1, 2**24, auto=True), "context in tokens; auto: what the model was trained on", default_text="auto"
+    )
+    max_running: int = _setting(32, Integer(1, 4096), "requests that run at once")
+    max_queue: int = _setting(256, Integer(0, 100_000), "requests that wait beside them; one more is refused")
+    max_step_tokens: int = _setting(512, Integer(1, 2**20), "tokens that one step computes at the most")
+    threads: int = _setting(
+        0, Integer(1, 1024, auto=True), "threads of the engine; auto: the cores it may use", default_text="auto"
+    )
+    default_max_new_tokens: int = _setting(256, Integer(1, 2**31 - 1), "max_new_tokens of requests that set none")
+    max_new_tokens_limit: int = _setting(16384, Integer(1, 2**31 - 1), "largest max_new_tokens a request may ask for")
+    context_overflow: str = _setting(
+        "reject",
+        Choice(("reject", "truncate")),
+        "prompts longer than the context: refuse them, or drop their oldest tokens; a request may choose otherwise",
+    )
+    default_temperature: float | None = _setting(
+        None, TEMPERATURE, "temperature of requests that set none", default_text="the model's, else 1"
+    )
+    default_top_k: int | None = _setting(
+        None, TOP_K, "top_k of requests that set none; 0 = off", default_text="the model's, else 0"
+    )
+    default_top_p: float | None = _setting(
+        None, TOP_P, "top_p of requests that set none; 1 = off", default_text="the model's, else 1"
+    )
+    default_min_p: float | None = _setting(
+        None, MIN_P, "min_p of requests that set none; 0 = off", default_text="the model's, else 0"
+    )
+    model_name: str | None = _setting(
+        None, Text("a name"), "name under which the model is served", default_text="the folder's name"
+    )
+    drain_seconds: float = _setting(30.0, Number(0, 86400), "on SIGTERM, how long running requests may go on")
+    log_level: str = _setting("info", Choice(("debug", "info", "warning", "error")), "least level that is logged")
+    log_format: str = _setting("text", Choice(("text", "json")), "one line of text or one JSON object per event")
+
+
+def load_settings(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> Settings:
+    """Settings from all sources. Raises SettingsError; argparse itself exits with 2 on flags it does not know."""
+    environ = os.environ if environ is None else environ
+    given = vars(_parser().parse_args(argv))
+    config = given.pop("config", None)
+    from_environment = {name: environ[_variable(name)] for name in _fields() if _variable(name) in environ}
+    file = config if config is not None else environ.get(ENVIRONMENT_PREFIX + "CONFIG")
+    values = _from_toml(Path(file)) if file else {}
+    values |= {name: _parse(name, text, f"environment {_variable(name)}") for name, text in from_environment.items()}
+    values |= {name: _parse(name, text, f"command line {_flag(name)}") for name, text in given.items()}
+    settings = Settings(**values)
+    if not settings.default_max_new_tokens <= settings.max_new_tokens_limit:
+        raise SettingsError(
+            f"default-max-new-tokens = {settings.default_max_new_tokens} is above "
+            f"max-new-tokens-limit = {settings.max_new_tokens_limit}; lower the first or raise the second"
+        )
+    return settings
+
+
+def _fields() -> dict[str, dataclasses.Field[Any]]:
+    return {field.name: field for field in dataclasses.fields(Settings)}
+
+
+def _key(name: str) -> str:
+    return name.replace("_", "-")
+
+
+def _flag(name: str) -> str:
+    return "CHECKPOINT" if name == "checkpoint" else "--" + _key(name)
+
+
+def _variable(name: str) -> str:
+    return ENVIRONMENT_PREFIX + name.upper()
+
+
+def _parse(name: str, value: object, source: str) -> object:
+    option: Option = _fields()[name].metadata["option"]
+    try:
+        return option.parse(value)
+    except ValueError:
+        raise SettingsError(f"{source}: {_key(name)} = {value!r} is not accepted; accepted: {option.accepts}") from None
+
+
+def _from_toml(path: Path) -> dict[str, Any]:
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SettingsError(f"--config {path}: {error.strerror}; name a readable TOML file") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SettingsError(f"--config {path}: not valid TOML: {error}") from None
+    names = {_key(name): name for name in _fields()}
+    for key in table:
+        if key not in names:
+            near = difflib.get_close_matches(key.replace("_", "-"), names, n=1)
+            hint = f"did you mean {near[0]}?" if near else "accepted: " + ", ".join(names)
+            raise SettingsError(f"{path}: unknown key {key!r} = {table[key]!r}; {hint}")
+    return {names[key]: _parse(names[key], value, str(path)) for key, value in table.items()}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="pellucid serve",
+        description="Serve a checkpoint over gRPC.",
+        epilog="Each option can also be given as an environment variable (--max-running: PELLUCID_MAX_RUNNING) or in a "
+        "TOML file (max-running = 32). The command line wins over the environment, and that over the file. "
+        "Sizes: " + size_text(2**31) + ", 512MiB or 1e9.",
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+    )
+    for name, field in _fields().items():
+        option: Option = field.metadata["option"]
+        words = f"{field.metadata['help']}. Accepted: {option.accepts}. Default: {field.metadata['default_text']}"
+        words = words.replace("%", "%%")
+        if name == "checkpoint":
+            parser.add_argument(name, nargs="?", metavar="CHECKPOINT", help=words)
+        else:
+            parser.add_argument(_flag(name), metavar=_metavar(option), help=words)
+    parser.add_argument("--config", metavar="FILE.toml", help="TOML file of settings. Default: none")
+    return parser
+
+
+def _metavar(option: Option) -> str:
+    match option:
+        case Choice():
+            return "|".join(option.words)
+        case ListenAddress():
+            return "HOST:PORT"
+        case Size():
+            return "SIZE"
+        case Integer():
+            return "N"
+        case Number():
+            return "X"
+        case _:
+            return "NAME"

@@ -1,0 +1,175 @@
+"""The engine process and its deaths, with a scripted engine that speaks the real protocol."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from pellucid.v1 import inference_pb2, inference_pb2_grpc
+from pellucid_model.tokenizers import CharacterTokenizer
+from pellucid_testing.calls import collect, failure, generate, request
+from pellucid_testing.scripted_engine import FIRST_TOKEN, PERIOD, Script
+from pellucid_testing.server import ServerProcess, serve, start_server
+
+LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRS"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint whose tokenizer has as many tokens as the scripted engine says; there are no weights."""
+    folder = tmp_path_factory.mktemp("scripted")
+    (folder / "config.json").write_text(json.dumps({}))
+    CharacterTokenizer.train([LETTERS]).save(folder)
+    return folder
+
+
+@contextmanager
+def scripted(folder: Path, tmp_path: Path, *arguments: str, **script: Any) -> Iterator[ServerProcess]:
+    with serve(folder, *arguments, program=Script(lives=str(tmp_path / "lives"), **script).program()) as server:
+        yield server
+
+
+def stub(server: ServerProcess) -> inference_pb2_grpc.InferenceServiceStub:
+    return inference_pb2_grpc.InferenceServiceStub(server.channel())
+
+
+def expected(count: int) -> list[int]:
+    return [FIRST_TOKEN + i % PERIOD for i in range(count)]
+
+
+def health_status(server: ServerProcess, name: str = "") -> int:
+    health: Any = health_pb2_grpc.HealthStub(server.channel())
+    return int(health.Check(health_pb2.HealthCheckRequest(service=name), timeout=5).status)
+
+
+def test_streams_survive_the_engine(folder: Path, tmp_path: Path) -> None:
+    with scripted(folder, tmp_path, step_seconds=0.005, die_after_steps=[10, 7]) as server:
+        calls = [stub(server).Generate(request(stopping={"max_new_tokens": 20 + i}), timeout=20) for i in range(4)]
+        for index, call in enumerate(calls):
+            answer = collect(call)
+            assert answer.token_ids == expected(20 + index)
+            assert 1 <= answer.timings.engine_recovery_count <= 2
+        assert server.metric("pellucid_engine_restarts_total", reason="signal") == 2
+        assert server.metric("pellucid_streams_recovered_total") >= 4
+        assert server.metric("pellucid_generated_tokens_total") == sum(20 + i for i in range(4))
+        assert server.metric("pellucid_requests_finished_total", reason="max_new_tokens") == 4
+
+
+def test_a_stop_string_across_the_death_is_still_seen(folder: Path, tmp_path: Path) -> None:
+    with scripted(folder, tmp_path, step_seconds=0.005, die_after_steps=[5]) as server:
+        text = CharacterTokenizer.train([LETTERS]).decode(expected(12))
+        answer = generate(server.channel(), stopping={"max_new_tokens": 30, "stop_strings": [text[3:8]]})
+        assert (answer.text, answer.reason) == (text[:3], "stop_string")
+        assert answer.timings.engine_recovery_count == 1
+
+
+def test_a_request_that_engines_keep_dying_on_is_given_up(folder: Path, tmp_path: Path) -> None:
+    with scripted(folder, tmp_path, die_after_steps=[0] * 3) as server:
+        found = failure(stub(server).Generate(request(), timeout=20))
+        assert (found.code, found.reason) == ("UNAVAILABLE", "ENGINE_DOWN")
+        assert found.retry_after == 1.0
+        assert found.trailers["grpc-retry-pushback-ms"] == "1000"
+        assert found.headers == {}
+        server.wait_for_metric("pellucid_engine_up", 1)
+        assert generate(server.channel(), stopping={"max_new_tokens": 3}).token_ids == expected(3)
+        assert server.metric("pellucid_requests_finished_total", reason="engine_down") == 1
+
+
+def test_while_the_engine_is_away(folder: Path, tmp_path: Path) -> None:
+    with scripted(folder, tmp_path, start_seconds=0.7) as server:
+        assert health_status(server) == health_pb2.HealthCheckResponse.SERVING
+        os.kill(server.engine_pid(), signal.SIGKILL)
+        server.event("the engine is down and will be restarted")
+        found = failure(stub(server).Generate(request(), timeout=20))
+        assert (found.code, found.reason, found.retry_after) == ("UNAVAILABLE", "ENGINE_DOWN", 1.0)
+        for name in ("", "pellucid.v1.InferenceService", "pellucid.v1.ServerService"):
+            assert health_status(server, name) == health_pb2.HealthCheckResponse.NOT_SERVING
+        assert health_status(server, "liveness") == health_pb2.HealthCheckResponse.SERVING
+        assert server.metric("pellucid_server_ready") == server.metric("pellucid_engine_up") == 0
+        server.wait_for_metric("pellucid_server_ready", 1)
+        assert health_status(server) == health_pb2.HealthCheckResponse.SERVING
+        assert generate(server.channel(), stopping={"max_new_tokens": 3}).reason == "max_new_tokens"
+
+
+def test_cancel_and_deadline_while_the_engine_is_away(folder: Path, tmp_path: Path) -> None:
+    with scripted(folder, tmp_path, step_seconds=0.01, start_seconds=0.5, die_after_steps=[3]) as server:
+        service = stub(server)
+        cancelled = service.Generate(request(request_id="a", stopping={"max_new_tokens": 99}), timeout=20)
+        limited = service.Generate(request(stopping={"max_new_tokens": 99, "time_limit": {"nanos": 200_000_000}}))
+        late = service.Generate(request(stopping={"max_new_tokens": 99}), timeout=0.3)
+        server.event("the engine is down and will be restarted")
+        result = service.Cancel(inference_pb2.CancelRequest(request_id="a")).result
+        assert result == inference_pb2.CANCEL_RESULT_CANCELLED
+        assert collect(cancelled).reason == "cancelled"
+        assert collect(limited).reason == "time_limit"
+        assert failure(late).code == "DEADLINE_EXCEEDED"
+        server.wait_for_metric("pellucid_requests_waiting", 0)
+
+
+def test_logits_that_are_not_finite(folder: Path, tmp_path: Path) -> None:
+    with scripted(folder, tmp_path, non_finite=True) as server:
+        found = failure(stub(server).Generate(request(request_id="poor"), timeout=20))
+        assert (found.code, found.reason) == ("INTERNAL", "NON_FINITE_LOGITS")
+        assert "'poor'" in found.message
+        assert server.metric("pellucid_non_finite_logits_total") == 1
+
+
+def test_an_engine_that_refuses_to_start_ends_the_server_with_its_reason(folder: Path, tmp_path: Path) -> None:
+    script = Script(lives=str(tmp_path / "lives"), start_failed="weights.7 is missing; convert the checkpoint again")
+    server = start_server(folder, program=script.program())
+    assert server.process.wait(20) == 1
+    server.close()
+    assert server.other_lines == ["weights.7 is missing; convert the checkpoint again"]
+
+
+def test_an_engine_that_dies_while_loading_ends_the_server(folder: Path, tmp_path: Path) -> None:
+    server = start_server(folder, program=Script(lives=str(tmp_path / "lives"), exit_at_start=True).program())
+    assert server.process.wait(20) == 1
+    server.close()
+    assert server.other_lines == [
+        "the engine process ended while it was loading the model (exit 3); its log above may say why"
+    ]
+
+
+def test_a_failed_restart_is_tried_again(folder: Path, tmp_path: Path) -> None:
+    with scripted(folder, tmp_path, start_seconds=0.3) as server:
+        first = server.engine_pid()
+        os.kill(first, signal.SIGKILL)
+        server.event("the engine is down and will be restarted")
+        while not (children := _children(server.process.pid)) or children == [first]:
+            time.sleep(0.01)
+        os.kill(children[0], signal.SIGKILL)
+        server.event("the engine is down and will be restarted", count=2)
+        server.wait_for_metric("pellucid_engine_up", 1)
+        assert server.metric("pellucid_engine_restarts_total") == 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_no_orphans(folder: Path, tmp_path: Path, number: signal.Signals) -> None:
+    with scripted(folder, tmp_path) as server:
+        engine = server.engine_pid()
+        server.stop(number)
+        end = time.monotonic() + 5
+        while _is_alive(engine):
+            assert time.monotonic() < end
+            time.sleep(0.01)
+
+
+def _children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

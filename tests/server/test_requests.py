@@ -1,0 +1,351 @@
+"""The table of live requests: bounds, progress, engine restarts, and that a request ends exactly once."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+
+from pellucid_model.tokenizers import CharacterTokenizer
+from pellucid_server import delivery, errors
+from pellucid_server.delivery import DeliveryRules
+from pellucid_server.engine.messages import Abort, Finished, Progress, Sampling, Stats, StepDone, Submit
+from pellucid_server.live_request import LiveRequest, Plan
+from pellucid_server.metrics import Metrics
+from pellucid_server.readiness import Readiness
+from pellucid_server.requests import RequestTable
+from pellucid_server.text.stream import Delta, TextStream
+from pellucid_testing.scripted_engine import Script, ready
+
+TOKENIZER = CharacterTokenizer.train(["abcdefghijklmnopqrstuvwxyz"])
+READY = ready(Script(lives="", kv_block_size=4, kv_block_count=16))
+
+
+class Recorder:
+    """An engine port that keeps what it is sent."""
+
+    def __init__(self) -> None:
+        self.sent: list[Submit | Abort] = []
+
+    def send(self, message: Submit | Abort) -> None:
+        self.sent.append(message)
+
+    @property
+    def aborted(self) -> list[int]:
+        return [message.key for message in self.sent if isinstance(message, Abort)]
+
+
+class Bench:
+    """A table with its surroundings; the engine is up."""
+
+    def __init__(self, max_live: int = 4) -> None:
+        self.engine = Recorder()
+        self.readiness = Readiness()
+        self.metrics = Metrics("m", lambda: 0)
+        self.table = RequestTable(self.engine, self.readiness, self.metrics, max_live)
+        self.readiness.engine_up()
+
+    def admit(self, request_id: str = "r", **limits: Any) -> LiveRequest:
+        limits = {"deadline": None, "time_limit": None, **limits}
+        return self.table.admit(request_id, DeliveryRules(), **limits)
+
+    def start(self, request_id: str = "r", stops: tuple[str, ...] = (), **limits: Any) -> LiveRequest:
+        request = self.admit(request_id, **limits)
+        plan = Plan([1, 2, 3], 3, 0, Sampling(0.0, 0, 1.0, 0.0, 7), 100, 0, [2], [], 64)
+        self.table.start(request, plan, TextStream(TOKENIZER, stops))
+        return request
+
+    def step(self, *progress: Progress, running: int = 1) -> None:
+        stats = Stats(running, 0, 0, 0, 16, 0, 1, 0, 1, 0, len(progress), 1, 0.001, "decode")
+        self.table.engine_step(StepDone(list(progress), stats, time.monotonic()))
+
+    def token(self, request: LiveRequest, letter: str, finished: Finished | None = None) -> None:
+        (token,) = TOKENIZER.encode(letter, add_special_tokens=False)
+        self.step(Progress(request.key, token, finished, time.monotonic(), 0))
+
+    def finished(self) -> dict[str, float]:
+        return _nonzero(self.metrics.finished)
+
+    def sample(self, name: str) -> float | None:
+        return self.metrics.registry.get_sample_value(name, {"model_name": "m"})
+
+
+def _nonzero(counters: Any) -> dict[str, float]:
+    values = {label: counter._value.get() for label, counter in counters.items()}
+    return {label: value for label, value in values.items() if value}
+
+
+async def test_admission_is_bounded_and_room_returns() -> None:
+    bench = Bench(max_live=2)
+    first = bench.admit("1")
+    bench.admit("2")
+    with pytest.raises(errors.QueueFull, match="2 requests"):
+        bench.admit("3")
+    bench.table.abandon(first)
+    bench.admit("3")
+
+
+async def test_an_id_is_in_use_until_its_request_has_ended() -> None:
+    bench = Bench()
+    first = bench.start("same")
+    with pytest.raises(errors.RequestIdInUse, match="'same'"):
+        bench.admit("same")
+    bench.token(first, "a", Finished("max_new_tokens"))
+    bench.admit("same")
+
+
+async def test_admission_follows_readiness_and_deadline() -> None:
+    bench = Bench()
+    with pytest.raises(errors.DeadlineExceeded):
+        bench.admit(deadline=time.monotonic() - 1)
+    bench.readiness.engine_down()
+    with pytest.raises(errors.EngineDown):
+        bench.admit()
+    bench.readiness.drain()
+    with pytest.raises(errors.Draining):
+        bench.admit()
+    loading = Bench()
+    loading.readiness = Readiness()
+    loading.table = RequestTable(loading.engine, loading.readiness, loading.metrics, 4)
+    with pytest.raises(errors.ModelLoading):
+        loading.admit()
+
+
+async def test_a_request_ends_once_whatever_comes_later() -> None:
+    bench = Bench()
+    request = bench.start()
+    bench.token(request, "a")
+    bench.token(request, "b", Finished("eos", 2))
+    end = request.end
+    assert end is not None
+    assert end.reason == "eos"
+    bench.token(request, "c")
+    bench.table.cancel("r")
+    bench.table.abandon(request)
+    bench.table.fail(request, errors.InternalError("x"))
+    bench.table.engine_down()
+    bench.table.shut_down()
+    assert request.end is end
+    assert bench.finished() == {"eos": 1}
+    assert bench.engine.aborted == []
+    # The token that is the end token counts, and has no text.
+    batch = request.outbox.take()
+    assert len(batch.token_ids) == 2
+    assert "".join(batch.texts) == "a"
+
+
+@pytest.mark.parametrize("state", ["admitted", "submitted", "running"])
+@pytest.mark.parametrize(
+    ("event", "reason"),
+    [("cancel", "cancelled"), ("abandon", "client_cancelled"), ("shut_down", "shutdown"), ("time", "time_limit")],
+)
+async def test_every_end_in_every_state(state: str, event: str, reason: str) -> None:
+    bench = Bench()
+    limit: dict[str, Any] = {"time_limit": 0.01} if event == "time" else {}
+    request = bench.admit(**limit) if state == "admitted" else bench.start(**limit)
+    if state == "running":
+        bench.token(request, "a")
+    match event:
+        case "cancel":
+            assert bench.table.cancel("r")
+        case "abandon":
+            bench.table.abandon(request)
+        case "shut_down":
+            bench.table.shut_down()
+        case "time":
+            request.outbox.take()
+            await request.outbox.wait()
+    assert request.end is not None
+    assert request.end.reason == reason
+    assert bench.finished() == {reason: 1}
+    assert bench.engine.aborted == ([] if state == "admitted" else [request.key])
+    assert bench.table.running_count == bench.table.waiting_count == 0
+    assert not bench.table.cancel("r")
+    bench.table.release(request)
+    await asyncio.wait_for(bench.table.wait_until_released(), 1)
+
+
+async def test_an_abandoned_request_past_its_deadline_counts_as_deadline() -> None:
+    bench = Bench()
+    request = bench.start(deadline=time.monotonic() + 0.001)
+    await asyncio.sleep(0.002)
+    bench.table.abandon(request)
+    assert bench.finished() == {"deadline": 1}
+    assert _nonzero(bench.metrics.cancellations) == {"deadline": 1}
+
+
+async def test_a_stop_string_ends_the_request_and_drops_the_rest() -> None:
+    bench = Bench()
+    request = bench.start(stops=("cd",))
+    for letter in "abcde":
+        bench.token(request, letter)
+    assert request.end is not None
+    assert (request.end.reason, request.end.matched_stop_string) == ("stop_string", "cd")
+    assert len(request.generated) == 4
+    batch = request.outbox.take()
+    assert "".join(batch.texts) == "ab"
+    assert len(batch.token_ids) == 4
+    assert bench.engine.aborted == [request.key]
+
+
+async def test_a_stop_string_on_the_last_token_wins_and_needs_no_abort() -> None:
+    bench = Bench()
+    request = bench.start(stops=("b",))
+    bench.token(request, "a")
+    bench.token(request, "b", Finished("max_new_tokens"))
+    assert bench.finished() == {"stop_string": 1}
+    assert bench.engine.aborted == []
+
+
+async def test_held_text_is_flushed_at_other_ends() -> None:
+    for end in ("cancel", "max_new_tokens", "eos"):
+        bench = Bench()
+        request = bench.start(stops=("abc",))
+        bench.token(request, "a")
+        if end == "cancel":
+            bench.token(request, "b")
+            bench.table.cancel("r")
+        elif end == "eos":
+            bench.token(request, "b")
+            bench.step(Progress(request.key, 2, Finished("eos", 2), 0.0, 0))
+        else:
+            bench.token(request, "b", Finished("max_new_tokens"))
+        assert "".join(request.outbox.take().texts) == "ab"
+
+
+async def test_errors_of_the_engine_become_errors_of_the_call() -> None:
+    bench = Bench()
+    request = bench.start("x1")
+    bench.step(Progress(request.key, None, Finished("non_finite"), 0.0, 0))
+    assert request.end is not None
+    assert isinstance(request.end.error, errors.NonFiniteLogits)
+    assert "'x1'" in request.end.error.message
+    late = bench.start("x2")
+    bench.step(Progress(late.key, None, Finished("deadline"), None, 0))
+    assert late.end is not None
+    assert isinstance(late.end.error, errors.DeadlineExceeded)
+    assert bench.finished() == {"non_finite_logits": 1, "deadline": 1}
+    assert bench.sample("pellucid_non_finite_logits_total") == 1
+
+
+async def test_a_reader_that_does_not_read_ends_its_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(delivery, "PENDING_LIMIT", 40)
+    monkeypatch.setattr(delivery, "STALL_SECONDS", 0.02)
+    bench = Bench()
+    slow, fast = bench.start("slow"), bench.start("fast")
+    bench.token(slow, "a")
+    slow.outbox.take()
+    for _ in range(9):
+        bench.token(slow, "a")
+        bench.token(fast, "a")
+    assert slow.end is None
+    await asyncio.sleep(0.03)
+    bench.token(slow, "a")
+    bench.token(fast, "a")
+    assert isinstance(slow.end and slow.end.error, errors.SlowConsumer)
+    assert bench.engine.aborted == [slow.key]
+    assert fast.end is None
+    assert bench.finished() == {"slow_consumer": 1}
+
+
+async def test_a_request_whose_text_fails_ends_alone(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(TextStream):
+        def push(self, token_id: int) -> Delta:
+            raise KeyError("a character without a name")
+
+    bench = Bench()
+    broken, sound = bench.admit("broken"), bench.start("sound")
+    plan = sound.plan
+    assert plan is not None
+    bench.table.start(broken, plan, Broken(TOKENIZER))
+    progress = [Progress(request.key, 5, None, 0.0, 0) for request in (broken, sound)]
+    bench.step(*progress, running=2)
+    assert isinstance(broken.end and broken.end.error, errors.InternalError)
+    assert "character" not in str(broken.end)
+    assert bench.engine.aborted == [broken.key]
+    assert sound.end is None
+    assert len(sound.generated) == 1
+    assert bench.finished() == {"engine_error": 1}
+
+
+async def test_a_new_engine_goes_on_where_the_old_one_stopped() -> None:
+    bench = Bench()
+    running, waiting, admitted = bench.start("1"), bench.start("2"), bench.admit("3")
+    bench.token(running, "a")
+    bench.token(running, "b")
+    bench.engine.sent.clear()
+    bench.readiness.engine_down()
+    bench.table.engine_down()
+    bench.table.engine_up(READY)
+    bench.readiness.engine_up()
+    first, second = bench.engine.sent
+    assert isinstance(first, Submit)
+    assert isinstance(second, Submit)
+    assert (first.key, first.generated) == (running.key, running.generated)
+    assert len(first.generated) == 2
+    assert (second.key, second.generated) == (waiting.key, [])
+    assert first.sampling.seed == 7
+    assert (running.recoveries, waiting.recoveries, admitted.recoveries) == (1, 1, 0)
+    bench.token(running, "c", Finished("max_new_tokens"))
+    batch = running.outbox.take()
+    assert "".join(batch.texts) == "abc"
+    assert len(batch.token_ids) == 3
+
+
+async def test_a_plan_made_while_the_engine_is_away_is_submitted_to_the_next() -> None:
+    bench = Bench()
+    request = bench.admit()
+    bench.readiness.engine_down()
+    bench.table.engine_down()
+    bench.table.start(request, Plan([1], 1, 0, Sampling(0.0, 0, 1.0, 0.0, 0), 4, 0, [], [], 64), None)
+    assert bench.engine.sent == []
+    bench.table.engine_up(READY)
+    assert [message.key for message in bench.engine.sent] == [request.key]
+
+
+async def test_three_deaths_without_progress_end_a_request() -> None:
+    bench = Bench()
+    stuck, lively = bench.start("stuck"), bench.start("lively")
+    for _ in range(2):
+        bench.table.engine_down()
+        bench.table.engine_up(READY)
+        bench.token(lively, "a")
+    bench.table.engine_down()
+    assert stuck.end is not None
+    assert isinstance(stuck.end.error, errors.EngineDown)
+    assert lively.end is None
+    assert bench.finished() == {"engine_down": 1}
+
+
+async def test_preemptions_add_up_over_engines() -> None:
+    bench = Bench()
+    request = bench.start()
+    bench.step(Progress(request.key, 5, None, 1.0, 2))
+    bench.table.engine_down()
+    bench.table.engine_up(READY)
+    bench.step(Progress(request.key, 6, None, 9.0, 1))
+    assert request.preemptions == 3
+    assert request.first_scheduled_at == 1.0
+
+
+async def test_refusals_after_admission_are_rejections_not_ends() -> None:
+    bench = Bench()
+    request = bench.admit()
+    bench.table.fail(request, errors.PromptTooLong([errors.Violation("text", "is long")]))
+    bench.table.refuse(errors.QueueFull("full"))
+    assert bench.finished() == {}
+    assert _nonzero(bench.metrics.rejections) == {"prompt_too_long": 1, "queue_full": 1}
+
+
+async def test_gauges_follow() -> None:
+    bench = Bench()
+    first, _ = bench.start("1"), bench.start("2")
+    assert bench.sample("pellucid_requests_waiting") == 2
+    bench.token(first, "a")
+    assert (bench.table.running_count, bench.table.waiting_count) == (1, 1)
+    bench.table.engine_down()
+    assert (bench.table.running_count, bench.table.waiting_count) == (0, 2)
+    bench.table.shut_down()
+    assert bench.sample("pellucid_requests_running") == bench.sample("pellucid_requests_waiting") == 0

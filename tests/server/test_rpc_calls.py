@@ -1,0 +1,150 @@
+"""What all calls share, over a real channel: headers, errors that are ours, and errors that are nobody's."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import grpc
+import pytest
+
+from pellucid.v1 import server_pb2
+from pellucid_server.errors import QueueFull
+from pellucid_server.logs import LOGGER, JsonFormatter
+from pellucid_server.metrics import Metrics
+from pellucid_server.rpc.calls import Call, Calls
+from pellucid_testing.calls import failure
+
+
+class Log(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[dict[str, Any]] = []
+        self.setFormatter(JsonFormatter())
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.events.append(json.loads(self.format(record)))
+
+
+@pytest.fixture
+def log() -> Iterator[Log]:
+    handler = Log()
+    before = LOGGER.propagate
+    LOGGER.addHandler(handler)
+    LOGGER.propagate = False
+    yield handler
+    LOGGER.removeHandler(handler)
+    LOGGER.propagate = before
+
+
+@pytest.fixture
+def metrics() -> Metrics:
+    return Metrics("m", lambda: 0)
+
+
+@pytest.fixture
+async def channel(metrics: Metrics) -> AsyncIterator[grpc.aio.Channel]:
+    calls = Calls("instance", metrics)
+
+    async def broken(message: server_pb2.GetLoadRequest, call: Call) -> server_pb2.GetLoadResponse:
+        raise ZeroDivisionError("secret detail in /some/path")
+
+    async def full(message: server_pb2.GetLoadRequest, call: Call) -> server_pb2.GetLoadResponse:
+        raise QueueFull("no room")
+
+    async def breaks_midway(raw: bytes, call: Call) -> None:
+        call.assign_request_id("midway")
+        await call.send(server_pb2.GetLoadResponse(running_request_count=1))
+        raise ZeroDivisionError("secret detail in /some/path")
+
+    async def endless(raw: bytes, call: Call) -> None:
+        call.assign_request_id()
+        await call.send(server_pb2.GetLoadResponse())
+        await asyncio.Event().wait()
+
+    methods = {
+        "Broken": calls.unary("Broken", server_pb2.GetLoadRequest, broken),
+        "Full": calls.unary("Full", server_pb2.GetLoadRequest, full),
+        "Midway": calls.stream("Midway", breaks_midway),
+        "Endless": calls.stream("Endless", endless),
+    }
+    server = grpc.aio.server()
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Test", methods),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        yield channel
+    await server.stop(None)
+
+
+async def fails(call: Any) -> Any:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    return failure(caught.value)
+
+
+def counted(metrics: Metrics, method: str, code: str) -> float:
+    labels = {"method": method, "grpc_code": code}
+    return metrics.registry.get_sample_value("pellucid_requests_total", labels) or 0.0
+
+
+async def test_an_unforeseen_error_says_nothing_of_the_inside(
+    channel: grpc.aio.Channel, metrics: Metrics, log: Log
+) -> None:
+    method: Any = channel.unary_unary("/test.Test/Broken")
+    found = await fails(method(b"", metadata=[("x-request-id", "r1")]))
+    assert (found.code, found.reason) == ("INTERNAL", "ENGINE_ERROR")
+    assert found.message == "an error in the server ended request 'r1'"
+    assert "secret" not in str(found)
+    (event,) = log.events
+    assert (event["request_id"], event["method"], event["level"]) == ("r1", "Broken", "error")
+    assert "ZeroDivisionError: secret detail" in event["exception"]
+    assert counted(metrics, "Broken", "INTERNAL") == 1
+
+
+async def test_an_error_in_the_middle_of_a_stream(channel: grpc.aio.Channel, metrics: Metrics, log: Log) -> None:
+    method: Any = channel.unary_stream("/test.Test/Midway")
+    call = method(b"")
+    assert server_pb2.GetLoadResponse.FromString(await call.read()).running_request_count == 1
+    found = await fails(call.read())
+    assert (found.code, found.headers["x-request-id"]) == ("INTERNAL", "midway")
+    assert "x-request-id" not in found.trailers
+    assert counted(metrics, "Midway", "INTERNAL") == 1
+
+
+async def test_our_own_errors_carry_their_details(channel: grpc.aio.Channel, metrics: Metrics, log: Log) -> None:
+    method: Any = channel.unary_unary("/test.Test/Full")
+    found = await fails(method(b""))
+    assert (found.code, found.reason, found.retry_after, found.message) == (
+        "RESOURCE_EXHAUSTED",
+        "QUEUE_FULL",
+        0.5,
+        "no room",
+    )
+    assert found.headers == {}
+    assert found.trailers["x-pellucid-instance"] == "instance"
+    assert len(found.trailers["x-request-id"]) == 16
+    assert counted(metrics, "Full", "RESOURCE_EXHAUSTED") == 1
+    assert [event for event in log.events if event["level"] != "debug"] == []
+
+
+@pytest.mark.parametrize(("seconds", "code"), [(None, "CANCELLED"), (0.1, "DEADLINE_EXCEEDED")])
+async def test_calls_that_clients_end_are_counted_and_leave_no_task(
+    channel: grpc.aio.Channel, metrics: Metrics, seconds: float | None, code: str
+) -> None:
+    method: Any = channel.unary_stream("/test.Test/Endless")
+    for index in range(20 if seconds is None else 2):
+        call = method(b"", timeout=seconds)
+        await call.read()
+        if seconds is None:
+            call.cancel()
+        else:
+            await fails(call.read())
+        async with asyncio.timeout(5):
+            while counted(metrics, "Endless", code) != index + 1:  # noqa: ASYNC110 a counter has no event
+                await asyncio.sleep(0.005)
+    handlers = [task for task in asyncio.all_tasks() if "endless" in repr(task)]
+    assert handlers == []

@@ -1,0 +1,192 @@
+"""Bounds, cancellation, deadlines and slow readers, with an engine whose pace is known."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from pellucid.v1 import inference_pb2, inference_pb2_grpc, server_pb2, server_pb2_grpc
+from pellucid_model.tokenizers import CharacterTokenizer
+from pellucid_testing.calls import collect, failure, generate, request
+from pellucid_testing.scripted_engine import FIRST_TOKEN, PERIOD, Script
+from pellucid_testing.server import ServerProcess, serve
+
+MAX_RUNNING, MAX_QUEUE = 2, 4
+LONG = {"max_new_tokens": 100}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    folder = tmp_path_factory.mktemp("scripted")
+    (folder / "config.json").write_text(json.dumps({}))
+    CharacterTokenizer.train(["abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRS"]).save(folder)
+    script = Script(lives=str(folder / "lives"), step_seconds=0.01)
+    arguments = ("--max-running", str(MAX_RUNNING), "--max-queue", str(MAX_QUEUE))
+    with serve(folder, *arguments, program=script.program()) as running:
+        yield running
+
+
+@pytest.fixture
+def service(server: ServerProcess) -> Iterator[inference_pb2_grpc.InferenceServiceStub]:
+    yield inference_pb2_grpc.InferenceServiceStub(server.channel())
+    server.wait_for_metric("pellucid_requests_running", 0)
+    server.wait_for_metric("pellucid_requests_waiting", 0)
+
+
+def test_the_queue_is_bounded_and_answers_at_once(
+    server: ServerProcess, service: inference_pb2_grpc.InferenceServiceStub
+) -> None:
+    before = server.metric("pellucid_request_rejections_total", reason="queue_full")
+    calls = [service.Generate(request(stopping=LONG), timeout=20) for _ in range(MAX_RUNNING + MAX_QUEUE)]
+    firsts = [next(call) for call in calls]
+    began = time.monotonic()
+    refusals = [failure(service.Generate(request(stopping=LONG), timeout=20)) for _ in range(44)]
+    assert time.monotonic() - began < 2
+    assert {(found.code, found.reason) for found in refusals} == {("RESOURCE_EXHAUSTED", "QUEUE_FULL")}
+    assert refusals[0].retry_after == 0.5
+    assert refusals[0].trailers["grpc-retry-pushback-ms"] == "500"
+    health: Any = health_pb2_grpc.HealthStub(server.channel())
+    assert health.Check(health_pb2.HealthCheckRequest(), timeout=0.2).status == health_pb2.HealthCheckResponse.SERVING
+    for first, call in zip(firsts, calls, strict=True):
+        assert len(collect([first, *call]).token_ids) == 100
+    assert server.metric("pellucid_request_rejections_total", reason="queue_full") == before + 44
+
+
+def test_two_hundred_streams_on_one_channel_all_get_an_answer(server: ServerProcess) -> None:
+    channel = server.channel()
+    service = inference_pb2_grpc.InferenceServiceStub(channel)
+    calls = [service.Generate(request(stopping=LONG), timeout=20) for _ in range(200)]
+    health: Any = health_pb2_grpc.HealthStub(channel)
+    assert health.Check(health_pb2.HealthCheckRequest(), timeout=1).status == health_pb2.HealthCheckResponse.SERVING
+    codes = []
+    for call in calls:
+        try:
+            codes.append("OK" if list(call) else "")
+        except grpc.RpcError as error:
+            codes.append(error.code().name)
+    assert codes.count("OK") == MAX_RUNNING + MAX_QUEUE
+    assert codes.count("RESOURCE_EXHAUSTED") == 200 - MAX_RUNNING - MAX_QUEUE
+    assert generate(channel, stopping={"max_new_tokens": 1}).reason == "max_new_tokens"
+
+
+def test_ids_in_flight_are_unique(service: inference_pb2_grpc.InferenceServiceStub) -> None:
+    first = service.Generate(request(request_id="same", stopping=LONG), timeout=20)
+    message = next(first)
+    second = failure(service.Generate(request("other", request_id="same"), timeout=20))
+    assert (second.code, second.reason) == ("ALREADY_EXISTS", "REQUEST_ID_IN_USE")
+    assert len(collect([message, *first]).token_ids) == 100
+    again = service.Generate(request(request_id="same", stopping={"max_new_tokens": 1}), timeout=20)
+    assert collect(again).prompt.request_id == "same"
+
+
+def test_the_cancel_call_ends_the_stream_ok(
+    server: ServerProcess, service: inference_pb2_grpc.InferenceServiceStub
+) -> None:
+    call = service.Generate(request(request_id="c", stopping=LONG), timeout=20)
+    first = next(call)
+    cancel = inference_pb2.CancelRequest(request_id="c")
+    assert service.Cancel(cancel).result == inference_pb2.CANCEL_RESULT_CANCELLED
+    answer = collect([first, *call])
+    assert answer.reason == "cancelled"
+    assert 1 <= len(answer.token_ids) == answer.usage.output_token_count < 100
+    assert service.Cancel(cancel).result == inference_pb2.CANCEL_RESULT_NOT_FOUND
+    with pytest.raises(grpc.RpcError) as caught:
+        service.Cancel(inference_pb2.CancelRequest())
+    assert failure(caught.value).violations.keys() == {"request_id"}
+
+
+def test_clients_that_go_away_free_their_places(server: ServerProcess) -> None:
+    before = server.metric("pellucid_requests_finished_total", reason="client_cancelled")
+    for index in range(30):
+        channel = server.channel()
+        call = inference_pb2_grpc.InferenceServiceStub(channel).Generate(request(stopping=LONG), timeout=20)
+        if index % 3:
+            next(call)
+        if index % 2:
+            channel.close()
+        else:
+            call.cancel()
+        server.wait_for_metric("pellucid_requests_running", 0, timeout=2)
+        server.wait_for_metric("pellucid_requests_waiting", 0, timeout=2)
+    cancelled = server.metric("pellucid_requests_finished_total", reason="client_cancelled") - before
+    # A call cancelled before its bytes left the client never reached the server.
+    assert 20 <= cancelled <= 30
+    assert server.metric("pellucid_request_cancellations_total", cause="client") >= cancelled
+
+
+def test_deadlines(server: ServerProcess, service: inference_pb2_grpc.InferenceServiceStub) -> None:
+    before = server.metric("pellucid_requests_finished_total", reason="deadline")
+    call = service.Generate(request(stopping=LONG), timeout=0.3)
+    next(call)
+    assert failure(call).code == "DEADLINE_EXCEEDED"
+    server.wait_for_metric("pellucid_requests_finished_total", before + 1, reason="deadline")
+    made = server.metric("pellucid_generated_tokens_total")
+    time.sleep(0.1)
+    assert server.metric("pellucid_generated_tokens_total") == made
+
+
+def test_time_limits_end_ok(service: inference_pb2_grpc.InferenceServiceStub) -> None:
+    answer = collect(service.Generate(request(stopping={**LONG, "time_limit": {"nanos": 200_000_000}}), timeout=20))
+    assert answer.reason == "time_limit"
+    assert 3 <= len(answer.token_ids) <= 20
+    assert 0.2 <= answer.timings.total_time.ToTimedelta().total_seconds() < 1
+
+
+def test_a_reader_that_lags_gets_fewer_larger_messages_and_holds_up_nobody(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({}))
+    script = Script(lives=str(tmp_path / "lives"), context_length=100_000, kv_block_count=25_000)
+    count = 12_000
+    with serve(tmp_path, program=script.program()) as server:
+        # A small, fixed window, so that little is on its way to the reader.
+        channel = server.channel([("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1024)])
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+        slow = stub.Generate(request([5], stopping={"max_new_tokens": count}), timeout=60)
+        first = next(slow)
+        fast = generate(server.channel(), [5], stopping={"max_new_tokens": 500})
+        assert len(fast.token_ids) == 500
+        # The engine is done long before the reader is, who has read one message.
+        server.wait_for_metric("pellucid_requests_running", 0, timeout=30)
+        answer = collect([first, *slow])
+    assert answer.token_ids == [FIRST_TOKEN + i % PERIOD for i in range(count)]
+    assert len(answer.messages) < count / 2
+    assert max(len(message.outputs[0].token_ids) for message in answer.messages) > 1000
+
+
+def test_load_is_told(server: ServerProcess, service: inference_pb2_grpc.InferenceServiceStub) -> None:
+    stub = server_pb2_grpc.ServerServiceStub(server.channel())
+    idle = stub.GetLoad(server_pb2.GetLoadRequest())
+    assert (idle.running_request_count, idle.queued_request_count, idle.draining) == (0, 0, False)
+    assert idle.kv_block_count == 64
+    call = service.Generate(request(stopping=LONG), timeout=20)
+    next(call)
+    next(call)
+    assert stub.GetLoad(server_pb2.GetLoadRequest()).running_request_count == 1
+    call.cancel()
+
+
+def test_none_of_this_is_worth_a_line_in_the_log(server: ServerProcess) -> None:
+    assert [event["message"] for event in server.events] == ["listening", "serving"]
+    assert server.other_lines == []
+
+
+def test_pings_every_second_are_welcome(server: ServerProcess) -> None:
+    options = [
+        ("grpc.keepalive_time_ms", 1000),
+        ("grpc.keepalive_timeout_ms", 1000),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+    ]
+    channel = server.channel(options)
+    assert generate(channel, stopping={"max_new_tokens": 1}).reason == "max_new_tokens"
+    states: list[grpc.ChannelConnectivity] = []
+    channel.subscribe(states.append)
+    time.sleep(4.5)
+    assert generate(channel, stopping={"max_new_tokens": 1}).reason == "max_new_tokens"
+    assert set(states) == {grpc.ChannelConnectivity.READY}

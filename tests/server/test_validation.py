@@ -1,0 +1,214 @@
+"""Every field of GenerateRequest at and beyond the edges of its range, and the chain of defaults."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from pellucid.v1 import inference_pb2, types_pb2
+from pellucid_model.tokenizers import CharacterTokenizer
+from pellucid_server.checkpoint_info import SamplingDefaults
+from pellucid_server.errors import InvalidRequest, ModelNotFound, UnsupportedField
+from pellucid_server.rpc.validation import GenerateSpec, validate_generate
+from pellucid_server.served import DefaultSampling, ServedModel, default_sampling
+
+VOCAB = 20
+TOKENIZER = CharacterTokenizer.train(["abcdefghijklmnop"])
+
+
+def model(tokenizer: bool = True) -> ServedModel:
+    return ServedModel(
+        name="m",
+        tokenizer=TOKENIZER if tokenizer else None,
+        vocab_size=VOCAB,
+        eos_ids=(2,),
+        longest_token=4,
+        context_length=128,
+        cache_tokens=1024,
+        sampling=DefaultSampling(0.5, 7, 0.75, 0.25),
+        default_max_new_tokens=256,
+        max_new_tokens_limit=1000,
+        overflow="reject",
+    )
+
+
+def validate(tokenizer: bool = True, **fields: Any) -> GenerateSpec:
+    if not {"text", "token_ids"} & set(fields):
+        fields["text"] = "abc"
+    return validate_generate(inference_pb2.GenerateRequest(**fields), model(tokenizer))
+
+
+def refused(kind: type[InvalidRequest] = InvalidRequest, tokenizer: bool = True, **fields: Any) -> dict[str, str]:
+    with pytest.raises(InvalidRequest) as caught:
+        validate(tokenizer, **fields)
+    assert type(caught.value) is kind
+    return {violation.field: violation.description for violation in caught.value.violations}
+
+
+@pytest.mark.parametrize(
+    ("field", "good", "bad"),
+    [
+        ("temperature", [0.0, 1e-9, 1.0, 100.0], [math.nan, math.inf, -math.inf, -1e-9, -1.0, 100.1, 1e30]),
+        ("top_p", [1e-9, 0.5, 1.0], [math.nan, math.inf, -math.inf, 0.0, -1.0, 1.0001, 1e30]),
+        ("min_p", [0.0, 0.5, 0.999], [math.nan, math.inf, -math.inf, -1e-9, -1.0, 1.0, 1e30]),
+        ("top_k", [0, 1, VOCAB - 1, VOCAB, VOCAB + 1, 2**31 - 1], [2**31, 2**32 - 1]),
+    ],
+)
+def test_sampling_ranges(field: str, good: list[Any], bad: list[Any]) -> None:
+    for value in good:
+        sampling = validate(sampling=types_pb2.SamplingParams(**{field: value})).wishes.sampling
+        assert getattr(sampling, field) == pytest.approx(value, rel=1e-6)
+    for value in bad:
+        found = refused(sampling=types_pb2.SamplingParams(**{field: value}))
+        assert set(found) == {f"sampling.{field}"}
+        assert "accepted: a" in found[f"sampling.{field}"]
+
+
+def test_all_violations_come_in_one_answer() -> None:
+    found = refused(
+        request_id="x" * 129,
+        sampling=types_pb2.SamplingParams(temperature=math.nan, top_p=0, min_p=1, top_k=2**31),
+        stopping=inference_pb2.StoppingCriteria(
+            max_new_tokens=1001, min_new_tokens=2000, stop_strings=["", "y" * 1025], stop_token_ids=[1, VOCAB]
+        ),
+        output=inference_pb2.OutputOptions(min_tokens_per_message=257),
+    )
+    assert set(found) == {
+        "request_id",
+        "sampling.temperature",
+        "sampling.top_k",
+        "sampling.top_p",
+        "sampling.min_p",
+        "stopping.max_new_tokens",
+        "stopping.min_new_tokens",
+        "stopping.stop_strings[0]",
+        "stopping.stop_strings[1]",
+        "stopping.stop_token_ids[1]",
+        "output.min_tokens_per_message",
+    }
+
+
+def test_unset_sampling_takes_the_defaults_and_zero_is_not_unset() -> None:
+    unset = validate().wishes.sampling
+    assert (unset.temperature, unset.top_k, unset.top_p, unset.min_p) == (0.5, 7, 0.75, 0.25)
+    zero = validate(sampling=types_pb2.SamplingParams(temperature=0, top_k=0, min_p=0, seed=0)).wishes.sampling
+    assert (zero.temperature, zero.top_k, zero.min_p, zero.seed) == (0, 0, 0, 0)
+    assert zero.top_p == 0.75
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2**32 - 1, 2**63 - 1, 2**64 - 1])
+def test_any_seed_is_a_seed(seed: int) -> None:
+    assert validate(sampling=types_pb2.SamplingParams(seed=seed)).wishes.sampling.seed == seed
+
+
+def test_an_unset_seed_is_drawn() -> None:
+    assert len({validate().wishes.sampling.seed for _ in range(5)}) == 5
+
+
+def test_the_default_chain() -> None:
+    operator = SamplingDefaults(temperature=0.0, top_k=None, top_p=None, min_p=None)
+    checkpoint = SamplingDefaults(temperature=0.7, top_k=0, top_p=0.9, min_p=None)
+    made = default_sampling(operator, checkpoint)
+    assert (made.temperature, made.top_k, made.min_p) == (0.0, 0, 0.0)
+    # Rounded to the API's float32: the echoed value, sent back, is the same value.
+    assert made.top_p == types_pb2.SamplingParams(top_p=0.9).top_p
+    assert default_sampling(SamplingDefaults(), SamplingDefaults()) == DefaultSampling(1.0, 0, 1.0, 0.0)
+
+
+def test_prompts() -> None:
+    with pytest.raises(InvalidRequest, match="prompt: is missing"):
+        validate_generate(inference_pb2.GenerateRequest(), model())
+    assert validate(token_ids=types_pb2.TokenIds(ids=[0, VOCAB - 1])).token_ids == [0, VOCAB - 1]
+    assert refused(token_ids=types_pb2.TokenIds(ids=[0, VOCAB, 3])) == {
+        "token_ids.ids[1]": f"{VOCAB} is not accepted; accepted: token ids from 0 to {VOCAB - 1}"
+    }
+    ids = types_pb2.TokenIds(ids=[1])
+    assert set(refused(token_ids=ids, omit_special_tokens=True, parse_special_tokens=True)) == {
+        "omit_special_tokens",
+        "parse_special_tokens",
+    }
+    for text in ("", " ", "\0", "\U0010ffff"):
+        assert validate(text=text).text == text
+
+
+def test_without_a_tokenizer_text_is_refused_by_name() -> None:
+    found = refused(
+        UnsupportedField,
+        tokenizer=False,
+        text="x",
+        stopping=inference_pb2.StoppingCriteria(stop_strings=["y"]),
+    )
+    assert set(found) == {"text", "stopping.stop_strings"}
+    assert validate(tokenizer=False, token_ids=types_pb2.TokenIds(ids=[1])).token_ids == [1]
+
+
+def test_stopping_ranges() -> None:
+    def stopping(**fields: Any) -> dict[str, Any]:
+        return {"stopping": inference_pb2.StoppingCriteria(**fields)}
+
+    assert validate(**stopping(max_new_tokens=0)).wishes.max_new_tokens == 0
+    assert validate(**stopping(max_new_tokens=1000)).wishes.max_new_tokens == 1000
+    assert validate().wishes.max_new_tokens == 256
+    assert (
+        "1001 is not accepted; accepted: a whole number from 0 to 1000"
+        in refused(**stopping(max_new_tokens=1001))["stopping.max_new_tokens"]
+    )
+    validate(**stopping(max_new_tokens=4, min_new_tokens=4))
+    assert "which is 3" in refused(**stopping(max_new_tokens=3, min_new_tokens=4))["stopping.min_new_tokens"]
+    validate(**stopping(min_new_tokens=256))
+    assert "which is 256" in refused(**stopping(min_new_tokens=257))["stopping.min_new_tokens"]
+    validate(**stopping(stop_strings=["é" * 512] * 32, stop_token_ids=[3] * 256))
+    assert set(refused(**stopping(stop_strings=["a"] * 33, stop_token_ids=[3] * 257))) == {
+        "stopping.stop_strings",
+        "stopping.stop_token_ids",
+    }
+
+
+@pytest.mark.parametrize(
+    ("seconds", "nanos", "expected"),
+    [(1, 500_000_000, 1.5), (0, 1, 1e-9), (0, 0, None), (-1, 0, None), (0, -1, None), (1, -1, None), (1, 10**9, None)],
+)
+def test_time_limits(seconds: int, nanos: int, expected: float | None) -> None:
+    stopping = inference_pb2.StoppingCriteria()
+    stopping.time_limit.seconds = seconds
+    stopping.time_limit.nanos = nanos
+    if expected is None:
+        assert set(refused(stopping=stopping)) == {"stopping.time_limit"}
+    else:
+        assert validate(stopping=stopping).time_limit == expected
+
+
+def test_unknown_enumerators_are_refused() -> None:
+    for number in (1, 4, 5, 99):
+        context = inference_pb2.ContextPolicy(overflow=number)  # type: ignore[arg-type]
+        assert set(refused(UnsupportedField, context=context)) == {"context.overflow"}
+    output = inference_pb2.OutputOptions(delivery_mode=3)  # type: ignore[arg-type]
+    assert set(refused(UnsupportedField, output=output)) == {"output.delivery_mode"}
+
+
+def test_output_options() -> None:
+    rules = validate().rules
+    assert (rules.final_only, rules.min_tokens, rules.with_text, rules.with_token_ids) == (False, 1, True, True)
+    assert set(refused(output=inference_pb2.OutputOptions(min_tokens_per_message=0))) == {
+        "output.min_tokens_per_message"
+    }
+    assert validate(output=inference_pb2.OutputOptions(min_tokens_per_message=256)).rules.min_tokens == 256
+
+
+def test_other_models_are_not_found() -> None:
+    assert validate(model="m").text == "abc"
+    with pytest.raises(ModelNotFound, match="'gpt' is not served here; this server serves 'm'"):
+        validate(model="gpt")
+    with pytest.raises(ModelNotFound) as caught:
+        validate(model="x" * 100_000)
+    assert len(caught.value.message) < 200
+
+
+def test_a_million_bad_values_make_a_short_answer() -> None:
+    found = refused(
+        token_ids=types_pb2.TokenIds(ids=[VOCAB] * 100_000),
+        stopping=inference_pb2.StoppingCriteria(stop_strings=[""] * 32, stop_token_ids=[VOCAB] * 256),
+    )
+    assert 0 < len(found) <= 16
