@@ -20,7 +20,7 @@ def test_buf_curl_generates_over_reflection() -> None:
     with serve(None) as server:
 
         def curl(method: str, message: dict[str, Any]) -> list[dict[str, Any]]:
-            command = [BUF, "curl", "--http2-prior-knowledge", "--protocol", "grpc", "--data", json.dumps(message)]
+            command = [str(BUF), "curl", "--http2-prior-knowledge", "--protocol", "grpc", "--data", json.dumps(message)]
             url = f"http://{server.address}/{method}"
             out = subprocess.run([*command, url], capture_output=True, text=True, timeout=60, check=True).stdout
             decoder, answers = json.JSONDecoder(), []

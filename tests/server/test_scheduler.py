@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from pellucid_server.engine.messages import Progress, Sampling, Submit
 from pellucid_server.engine.scheduler import Scheduler, Step
 from pellucid_server.kv.blocks import BlockPool
