@@ -28,6 +28,7 @@ ZEROS: dict[str, tuple[Any, str, Any]] = {
     "min_p": (0, "sampling.min_p", 0.0),
     "seed": (0, "sampling.seed", 0),
     "max_new_tokens": (0, "stopping.max_new_tokens", 0),
+    "sink_tokens": (0, "context.sink_tokens", 0),
     "min_tokens_per_message": (0, "output.min_tokens_per_message", 0),
     "time_limit": (0, "stopping.time_limit", None),
 }
@@ -40,6 +41,8 @@ OTHERS: dict[str, tuple[Any, str, Any]] = {
     "include_stop_in_text": (True, "stopping.include_stop_in_text", True),
     "ignore_eos": (True, "stopping.ignore_eos", True),
     "context": ("truncate", "context.overflow", inference_pb2.CONTEXT_OVERFLOW_TRUNCATE),
+    "window_tokens": (9, "context.window_tokens", 9),
+    "hop_tokens": (3, "context.hop_tokens", 3),
     "omit_special_tokens": (True, "omit_special_tokens", True),
     "parse_special_tokens": (True, "parse_special_tokens", True),
     "keep_special_tokens": (True, "output.keep_special_tokens", True),
@@ -128,7 +131,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"stop_token_ids": 5}, "stopping.stop_token_ids"),
     ({"time_limit": float("nan")}, "stopping.time_limit"),
     ({"time_limit": float("inf")}, "stopping.time_limit"),
-    ({"context": "roll"}, "context.overflow"),
+    ({"context": "rolling"}, "context.overflow"),
+    ({"window_tokens": -1}, "context.window_tokens"),
     ({"delivery": 1}, "output.delivery_mode"),
     ({"request_id": 7}, "request_id"),
 ]

@@ -99,7 +99,11 @@ def test_the_summary(folder: Path, tmp_path: Path) -> None:
         assert summary["model"] == folder.name
         assert summary["kv_cache"] == "256 tokens in 64 blocks, 0B"
         assert {"architecture", "parameters", "dtype", "device", "kernels", "grpc", "metrics"} <= set(summary)
-        server.event("--listen 0.0.0.0:0 is open to other machines, without TLS and without a password")
+        assert summary["security"] == "none"
+        server.event(
+            "--listen 0.0.0.0:0 is open to other machines, without TLS and without tokens: anybody who reaches it can "
+            "use it, and listen on the way; see docs/security.md"
+        )
 
 
 def test_text_logs_show_the_summary_in_lines(folder: Path, tmp_path: Path) -> None:

@@ -5,10 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-import pytest
-
-from pellucid_server import delivery
-from pellucid_server.delivery import DeliveryRules, Outbox
+from pellucid_server.delivery import DeliveryRules, Outbox, Patience
 
 
 def is_due(outbox: Outbox) -> bool:
@@ -88,10 +85,9 @@ async def test_waiting_wakes_up() -> None:
     await waiter
 
 
-async def test_a_stall_needs_both_time_and_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(delivery, "PENDING_LIMIT", 100)
-    outbox = Outbox(DeliveryRules())
-    late = time.monotonic() + delivery.STALL_SECONDS + 1
+async def test_a_stall_needs_both_time_and_bytes() -> None:
+    outbox = Outbox(DeliveryRules(), Patience(seconds=5.0, bytes=100))
+    late = time.monotonic() + 6
     outbox.add(1, "a")
     outbox.take()
     outbox.add(2, "x" * 50)

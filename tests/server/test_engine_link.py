@@ -173,3 +173,48 @@ def _is_alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+def test_an_engine_that_hangs_is_replaced_and_streams_go_on(folder: Path, tmp_path: Path) -> None:
+    timeout = ("--engine-timeout-seconds", "0.5")
+    with scripted(folder, tmp_path, *timeout, step_seconds=0.005, hang_after_steps=[10, 7]) as server:
+        calls = [stub(server).Generate(request(stopping={"max_new_tokens": 20 + i}), timeout=20) for i in range(3)]
+        for index, call in enumerate(calls):
+            answer = collect(call)
+            assert answer.token_ids == expected(20 + index)
+            assert answer.timings.engine_recovery_count in (1, 2)
+        assert server.event("the engine is down and will be restarted")["cause"].startswith("hung for ")
+        assert server.metric("pellucid_engine_restarts_total", reason="hung") == 2
+        assert server.metric("pellucid_engine_restarts_total") == 2
+        assert server.metric("pellucid_requests_finished_total", reason="max_new_tokens") == 3
+        # An idle engine answers pings, so that silence means the same there.
+        time.sleep(1.2)
+        assert server.metric("pellucid_engine_restarts_total") == 2
+        os.kill(server.engine_pid(), signal.SIGSTOP)
+        server.wait_for_metric("pellucid_engine_restarts_total", 3)
+        server.wait_for_metric("pellucid_engine_up", 1)
+
+
+def test_steps_as_slow_as_the_warm_up_promised_are_no_hang(folder: Path, tmp_path: Path) -> None:
+    with scripted(folder, tmp_path, "--engine-timeout-seconds", "0.2", warm_up_seconds=0.2) as server:
+        assert generate(server.channel(), stopping={"max_new_tokens": 3}).timings.engine_recovery_count == 0
+        assert server.metric("pellucid_engine_restarts_total") == 0
+
+
+def test_without_a_timeout_nothing_counts_as_a_hang(folder: Path, tmp_path: Path) -> None:
+    with scripted(folder, tmp_path, "--engine-timeout-seconds", "0") as server:
+        engine = server.engine_pid()
+        os.kill(engine, signal.SIGSTOP)
+        call = stub(server).Generate(request(stopping={"max_new_tokens": 3}), timeout=20)
+        time.sleep(1)
+        os.kill(engine, signal.SIGCONT)
+        assert collect(call).timings.engine_recovery_count == 0
+
+
+def test_a_frontend_that_stood_still_blames_nobody(folder: Path, tmp_path: Path) -> None:
+    with scripted(folder, tmp_path, "--engine-timeout-seconds", "0.5") as server:
+        server.process.send_signal(signal.SIGSTOP)
+        time.sleep(1.5)
+        server.process.send_signal(signal.SIGCONT)
+        assert generate(server.channel(), stopping={"max_new_tokens": 3}).token_ids == expected(3)
+        assert server.metric("pellucid_engine_restarts_total") == 0

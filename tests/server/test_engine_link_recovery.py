@@ -1,4 +1,4 @@
-"""The real engine under pressure: killed in the middle of streams, and with a cache too small for everybody."""
+"""The real engine under pressure: killed and stopped in mid-stream, and with a cache too small for everybody."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TOKENS = 180
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     folder = tiny_checkpoint(tmp_path_factory.mktemp("checkpoints") / "tiny", tiny_config(context_length=CONTEXT))
     cache = ("--kv-block-size", "4", "--kv-cache-memory", str(BLOCKS * BYTES_PER_BLOCK))
-    with serve(folder, "--dtype", "float32", "--threads", "1", *cache) as running:
+    with serve(folder, "--dtype", "float32", "--threads", "1", "--engine-timeout-seconds", "1.5", *cache) as running:
         yield running
 
 
@@ -72,3 +72,29 @@ def test_streams_go_on_after_the_engine_was_killed(server: ServerProcess, expect
     assert [answer.timings.engine_recovery_count for answer in answers] == [1] * STREAMS
     assert server.metric("pellucid_streams_recovered_total") == STREAMS
     server.wait_for_metric("pellucid_kv_cache_blocks", BLOCKS, state="free")
+
+
+def test_streams_go_on_after_the_engine_hung(server: ServerProcess, expected: list[Answer]) -> None:
+    """Stopped in the middle of its work, the engine holds its socket and says nothing more."""
+    calls = start_crowd(server)
+    first = next(calls[0])
+    os.kill(server.engine_pid(), signal.SIGSTOP)
+    answers = [collect([first, *calls[0]]), *(collect(call) for call in calls[1:])]
+    assert same(answers, expected)
+    assert [answer.timings.engine_recovery_count for answer in answers] == [1] * STREAMS
+    assert server.metric("pellucid_engine_restarts_total", reason="hung") == 1
+    server.wait_for_metric("pellucid_kv_cache_blocks", BLOCKS, state="free")
+
+
+def test_counters_of_the_engine_outlive_it(server: ServerProcess) -> None:
+    """Two engines are gone by now."""
+    names = ("pellucid_prefill_tokens_total", "pellucid_preemptions_total", "pellucid_generated_tokens_total")
+    before = [server.metric(name) for name in names]
+    assert all(before)
+    os.kill(server.engine_pid(), signal.SIGKILL)
+    server.wait_for_metric("pellucid_engine_up", 0)
+    server.wait_for_metric("pellucid_engine_up", 1)
+    assert [server.metric(name) for name in names] == before
+    generate(server.channel(), "abc", stopping={"max_new_tokens": 2, "ignore_eos": True})
+    assert server.metric("pellucid_prefill_tokens_total") == before[0] + 4
+    assert server.metric("pellucid_generated_tokens_total") == before[2] + 2

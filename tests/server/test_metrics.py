@@ -33,7 +33,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     (folder / "config.json").write_text(json.dumps({}))
     CharacterTokenizer.train(["abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRS"]).save(folder)
     script = Script(lives=str(folder / "lives"), step_seconds=0.002)
-    with serve(folder, program=script.program()) as running:
+    with serve(folder, "--context-overflow", "reject", program=script.program()) as running:
         yield running
 
 

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pellucid_model.tokenizers.character import CharacterTokenizer
 from pellucid_server.engine.messages import Sampling
 from pellucid_server.errors import InvalidRequest, PromptTooLong, RequestTooLarge
+from pellucid_server.kv.window import ContextWindow
 from pellucid_server.live_request import Plan
-from pellucid_server.planning import Wishes, check_text_size, effective_max_new_tokens, kept_by_truncation, make_plan
+from pellucid_server.planning import (
+    ContextWish,
+    Wishes,
+    check_text_size,
+    effective_max_new_tokens,
+    kept_by_truncation,
+    make_plan,
+)
 from pellucid_server.served import DefaultSampling, ServedModel
 
 
@@ -21,7 +32,10 @@ def model(context: int = 32, cache: int = 1000) -> ServedModel:
         eos_ids=(2, 3),
         longest_token=4,
         context_length=context,
-        cache_tokens=cache,
+        block_size=1,
+        block_count=cache,
+        native_window=0,
+        can_roll=True,
         sampling=DefaultSampling(1.0, 0, 1.0, 0.0),
         default_max_new_tokens=256,
         max_new_tokens_limit=16384,
@@ -31,7 +45,7 @@ def model(context: int = 32, cache: int = 1000) -> ServedModel:
 
 def wishes(max_new_tokens: int = 8, overflow: str = "reject", ignore_eos: bool = False) -> Wishes:
     sampling = Sampling(1.0, 0, 1.0, 0.0, 0)
-    return Wishes("token_ids.ids", sampling, max_new_tokens, 0, (5,), ignore_eos, overflow)
+    return Wishes("token_ids.ids", sampling, max_new_tokens, 0, (5,), ignore_eos, ContextWish(overflow))
 
 
 def plan(length: int, max_new_tokens: int = 8, overflow: str = "reject", context: int = 32, cache: int = 1000) -> Plan:
@@ -113,3 +127,66 @@ def test_end_ids() -> None:
     assert make_plan(model(), wishes(), [1]).eos_ids == [2, 3]
     assert make_plan(model(), wishes(ignore_eos=True), [1]).eos_ids == []
     assert make_plan(model(), wishes(ignore_eos=True), [1]).stop_ids == [5]
+
+
+def slide(length: int, wish: ContextWish, max_new_tokens: int = 100, cache: int = 1000) -> Plan:
+    served = replace(model(32, cache), tokenizer=CharacterTokenizer.train(["ab"]))
+    asked = replace(wishes(max_new_tokens), context=wish)
+    return make_plan(served, asked, [int(served.bos_id or 0), *range(1, length)])
+
+
+@pytest.mark.parametrize(
+    ("wish", "window"),
+    [
+        (ContextWish("roll"), ContextWindow("roll", 4, 28)),
+        (ContextWish("roll", sinks=0), ContextWindow("roll", 0, 32)),
+        (ContextWish("roll", window=10), ContextWindow("roll", 4, 10)),
+        (ContextWish("roll", window=30), ContextWindow("roll", 2, 30)),
+        (ContextWish("roll", window=1, sinks=31), ContextWindow("roll", 31, 1)),
+        (ContextWish("reencode"), ContextWindow("reencode", 1, 31, 7)),
+        (ContextWish("reencode", sinks=0), ContextWindow("reencode", 0, 32, 8)),
+        (ContextWish("reencode", window=32), ContextWindow("reencode", 0, 32, 8)),
+        (ContextWish("reencode", window=2, hop=2), ContextWindow("reencode", 1, 2, 2)),
+        (ContextWish("reencode", window=3), ContextWindow("reencode", 1, 3, 1)),
+    ],
+)
+def test_windows_and_their_defaults(wish: ContextWish, window: ContextWindow) -> None:
+    made = slide(5, wish)
+    assert made.context == window
+    assert (made.max_length, effective_max_new_tokens(made)) == (105, 100)
+
+
+def test_reencode_without_bos_has_no_sinks() -> None:
+    asked = replace(wishes(), context=ContextWish("reencode"))
+    assert make_plan(model(), asked, [7, 7]).context.sinks == 0
+
+
+def test_sliding_takes_prompts_of_any_length_and_says_what_is_not_seen() -> None:
+    for length in (31, 32, 33, 10_000):
+        made = slide(length, ContextWish("roll"))
+        assert len(made.prompt) == made.prompt_token_count == length
+        assert made.dropped_token_count == max(0, length - 32)
+    assert slide(33, ContextWish("reencode", sinks=0)).dropped_token_count == 8
+
+
+@pytest.mark.parametrize(
+    ("wish", "field"),
+    [
+        (ContextWish("roll", window=30, sinks=3), "context.window_tokens"),
+        (ContextWish("roll", sinks=32), "context.window_tokens"),
+        (ContextWish("reencode", window=8, hop=9), "context.hop_tokens"),
+        (ContextWish("reencode", hop=32), "context.hop_tokens"),
+    ],
+)
+def test_windows_that_do_not_fit_together_are_refused(wish: ContextWish, field: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        slide(5, wish)
+    assert [violation.field for violation in caught.value.violations] == [field]
+
+
+def test_a_cache_that_cannot_hold_the_window_bounds_the_sequence() -> None:
+    made = slide(5, ContextWish("roll"), cache=20)
+    assert (made.max_length, effective_max_new_tokens(made)) == (20, 15)
+    with pytest.raises(RequestTooLarge, match="nor does a window of 32 tokens"):
+        slide(20, ContextWish("roll"), cache=20)
+    assert slide(5, ContextWish("roll", window=10), cache=20).max_length == 105

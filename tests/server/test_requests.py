@@ -9,18 +9,17 @@ from typing import Any
 import pytest
 
 from pellucid_model.tokenizers import CharacterTokenizer
-from pellucid_server import delivery, errors
-from pellucid_server.delivery import DeliveryRules
+from pellucid_server import errors
+from pellucid_server.delivery import DEFAULT_PATIENCE, DeliveryRules, Patience
 from pellucid_server.engine.messages import Abort, Finished, Progress, Sampling, Stats, StepDone, Submit
-from pellucid_server.live_request import LiveRequest, Plan
+from pellucid_server.kv.window import ContextWindow
+from pellucid_server.live_request import LiveRequest, Plan, window_moves
 from pellucid_server.metrics import Metrics
 from pellucid_server.readiness import Readiness
 from pellucid_server.requests import RequestTable
 from pellucid_server.text.stream import Delta, TextStream
-from pellucid_testing.scripted_engine import Script, ready
 
 TOKENIZER = CharacterTokenizer.train(["abcdefghijklmnopqrstuvwxyz"])
-READY = ready(Script(lives="", kv_block_size=4, kv_block_count=16))
 
 
 class Recorder:
@@ -40,11 +39,11 @@ class Recorder:
 class Bench:
     """A table with its surroundings; the engine is up."""
 
-    def __init__(self, max_live: int = 4) -> None:
+    def __init__(self, max_live: int = 4, patience: Patience = DEFAULT_PATIENCE) -> None:
         self.engine = Recorder()
         self.readiness = Readiness()
         self.metrics = Metrics("m", lambda: 0)
-        self.table = RequestTable(self.engine, self.readiness, self.metrics, max_live)
+        self.table = RequestTable(self.engine, self.readiness, self.metrics, max_live, patience)
         self.readiness.engine_up()
 
     def admit(self, request_id: str = "r", **limits: Any) -> LiveRequest:
@@ -230,13 +229,12 @@ async def test_errors_of_the_engine_become_errors_of_the_call() -> None:
     assert bench.sample("pellucid_non_finite_logits_total") == 1
 
 
-async def test_a_reader_that_does_not_read_ends_its_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(delivery, "PENDING_LIMIT", 40)
-    monkeypatch.setattr(delivery, "STALL_SECONDS", 0.02)
-    bench = Bench()
+async def test_a_reader_that_does_not_read_ends_its_request_alone() -> None:
+    bench = Bench(patience=Patience(seconds=0.02, bytes=40))
     slow, fast = bench.start("slow"), bench.start("fast")
     bench.token(slow, "a")
-    slow.outbox.take()
+    writer = asyncio.create_task(take_and_never_write(slow))
+    await asyncio.sleep(0)
     for _ in range(9):
         bench.token(slow, "a")
         bench.token(fast, "a")
@@ -248,6 +246,13 @@ async def test_a_reader_that_does_not_read_ends_its_request_alone(monkeypatch: p
     assert bench.engine.aborted == [slow.key]
     assert fast.end is None
     assert bench.finished() == {"slow_consumer": 1}
+    with pytest.raises(asyncio.CancelledError):
+        await writer
+
+
+async def take_and_never_write(request: LiveRequest) -> None:
+    request.outbox.take()
+    await asyncio.Event().wait()
 
 
 async def test_a_request_whose_text_fails_ends_alone(caplog: pytest.LogCaptureFixture) -> None:
@@ -278,7 +283,7 @@ async def test_a_new_engine_goes_on_where_the_old_one_stopped() -> None:
     bench.engine.sent.clear()
     bench.readiness.engine_down()
     bench.table.engine_down()
-    bench.table.engine_up(READY)
+    bench.table.engine_up()
     bench.readiness.engine_up()
     first, second = bench.engine.sent
     assert isinstance(first, Submit)
@@ -301,7 +306,7 @@ async def test_a_plan_made_while_the_engine_is_away_is_submitted_to_the_next() -
     bench.table.engine_down()
     bench.table.start(request, Plan([1], 1, 0, Sampling(0.0, 0, 1.0, 0.0, 0), 4, 0, [], [], 64), None)
     assert bench.engine.sent == []
-    bench.table.engine_up(READY)
+    bench.table.engine_up()
     assert [message.key for message in bench.engine.sent] == [request.key]
 
 
@@ -310,7 +315,7 @@ async def test_three_deaths_without_progress_end_a_request() -> None:
     stuck, lively = bench.start("stuck"), bench.start("lively")
     for _ in range(2):
         bench.table.engine_down()
-        bench.table.engine_up(READY)
+        bench.table.engine_up()
         bench.token(lively, "a")
     bench.table.engine_down()
     assert stuck.end is not None
@@ -324,7 +329,7 @@ async def test_preemptions_add_up_over_engines() -> None:
     request = bench.start()
     bench.step(Progress(request.key, 5, None, 1.0, 2))
     bench.table.engine_down()
-    bench.table.engine_up(READY)
+    bench.table.engine_up()
     bench.step(Progress(request.key, 6, None, 9.0, 1))
     assert request.preemptions == 3
     assert request.first_scheduled_at == 1.0
@@ -349,3 +354,19 @@ async def test_gauges_follow() -> None:
     assert (bench.table.running_count, bench.table.waiting_count) == (0, 2)
     bench.table.shut_down()
     assert bench.sample("pellucid_requests_running") == bench.sample("pellucid_requests_waiting") == 0
+
+
+async def test_window_moves_and_dropped_tokens_are_counted_at_the_end() -> None:
+    bench = Bench()
+    for context, overflow, moves, unseen in (
+        (ContextWindow("roll", 1, 2), "roll", 2, 2),
+        (ContextWindow("reencode", 0, 3, 2), "reencode", 1, 2),
+    ):
+        request = bench.admit()
+        plan = Plan([1, 2, 3], 3, 0, Sampling(0.0, 0, 1.0, 0.0, 7), 3, 0, [], [], 6, overflow, context)
+        bench.table.start(request, plan, None)
+        for finished in (None, None, Finished("max_new_tokens")):
+            bench.token(request, "a", finished)
+        assert window_moves(request, plan) == moves
+        assert _nonzero(bench.metrics.window_moves)[overflow] == moves
+        assert _nonzero(bench.metrics.dropped_context_tokens)[overflow] == unseen

@@ -29,7 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(folder: Path) -> Iterator[ServerProcess]:
     memory = str(CACHE // 4 * BYTES_PER_BLOCK)
     arguments = ("--dtype", "float32", "--kv-block-size", "4", "--kv-cache-memory", memory, "--threads", "1")
-    with serve(folder, *arguments, "--max-new-tokens-limit", "1000") as running:
+    with serve(folder, *arguments, "--max-new-tokens-limit", "1000", "--context-overflow", "reject") as running:
         yield running
 
 

@@ -60,7 +60,14 @@ def test_every_field_can_be_set_by_every_source(tmp_path: Path) -> None:
         "default_top_p": ("0.5", 0.5),
         "default_min_p": ("0.25", 0.25),
         "model_name": ("m", "m"),
+        "tls_certificate": ("c.pem", "c.pem"),
+        "tls_key": ("k.pem", "k.pem"),
+        "tls_client_ca": ("ca.pem", "ca.pem"),
+        "auth_token_file": ("tokens", "tokens"),
         "drain_seconds": ("1.5", 1.5),
+        "engine_timeout_seconds": ("0", 0.0),
+        "slow_reader_seconds": ("2.5", 2.5),
+        "slow_reader_bytes": ("64KiB", 2**16),
         "log_level": ("debug", "debug"),
         "log_format": ("json", "json"),
     }
@@ -158,6 +165,18 @@ def test_unreadable_files(tmp_path: Path) -> None:
 
 def test_default_length_stays_below_the_limit() -> None:
     assert "max-new-tokens-limit = 100" in refusal("--max-new-tokens-limit", "100")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--tls-key", "k.pem"), "tls-key = 'k.pem' needs tls-certificate too"),
+        (("--tls-certificate", "c.pem"), "tls-certificate = 'c.pem' needs tls-key too"),
+        (("--tls-client-ca", "ca.pem"), "tls-client-ca = 'ca.pem' needs tls-certificate and tls-key too"),
+    ],
+)
+def test_a_part_of_tls_is_never_taken_for_none(flags: tuple[str, ...], message: str) -> None:
+    assert refusal(*flags) == message
 
 
 def test_help_shows_every_option_with_its_default(capsys: pytest.CaptureFixture[str]) -> None:

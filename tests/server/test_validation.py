@@ -11,6 +11,7 @@ from pellucid.v1 import inference_pb2, types_pb2
 from pellucid_model.tokenizers import CharacterTokenizer
 from pellucid_server.checkpoint_info import SamplingDefaults
 from pellucid_server.errors import InvalidRequest, ModelNotFound, UnsupportedField
+from pellucid_server.planning import ContextWish
 from pellucid_server.rpc.validation import GenerateSpec, validate_generate
 from pellucid_server.served import DefaultSampling, ServedModel, default_sampling
 
@@ -18,7 +19,7 @@ VOCAB = 20
 TOKENIZER = CharacterTokenizer.train(["abcdefghijklmnop"])
 
 
-def model(tokenizer: bool = True) -> ServedModel:
+def model(tokenizer: bool = True, can_roll: bool = True) -> ServedModel:
     return ServedModel(
         name="m",
         tokenizer=TOKENIZER if tokenizer else None,
@@ -26,7 +27,10 @@ def model(tokenizer: bool = True) -> ServedModel:
         eos_ids=(2,),
         longest_token=4,
         context_length=128,
-        cache_tokens=1024,
+        block_size=16,
+        block_count=64,
+        native_window=0,
+        can_roll=can_roll,
         sampling=DefaultSampling(0.5, 7, 0.75, 0.25),
         default_max_new_tokens=256,
         max_new_tokens_limit=1000,
@@ -181,11 +185,51 @@ def test_time_limits(seconds: int, nanos: int, expected: float | None) -> None:
 
 
 def test_unknown_enumerators_are_refused() -> None:
-    for number in (1, 4, 5, 99):
+    for number in (6, 99, -1):
         context = inference_pb2.ContextPolicy(overflow=number)  # type: ignore[arg-type]
         assert set(refused(UnsupportedField, context=context)) == {"context.overflow"}
     output = inference_pb2.OutputOptions(delivery_mode=3)  # type: ignore[arg-type]
     assert set(refused(UnsupportedField, output=output)) == {"output.delivery_mode"}
+
+
+def context_of(can_roll: bool = True, **fields: Any) -> ContextWish:
+    request = inference_pb2.GenerateRequest(text="abc", context=inference_pb2.ContextPolicy(**fields))
+    return validate_generate(request, model(can_roll=can_roll)).wishes.context
+
+
+def test_context_policies() -> None:
+    assert context_of() == ContextWish("reject")
+    assert context_of(overflow=inference_pb2.CONTEXT_OVERFLOW_AUTO) == ContextWish("roll")
+    assert context_of(False, overflow=inference_pb2.CONTEXT_OVERFLOW_AUTO) == ContextWish("reencode")
+    roll = context_of(overflow=inference_pb2.CONTEXT_OVERFLOW_ROLL, window_tokens=128, sink_tokens=0)
+    assert roll == ContextWish("roll", window=128, sinks=0)
+    reencode = context_of(overflow=inference_pb2.CONTEXT_OVERFLOW_REENCODE, hop_tokens=1)
+    assert reencode == ContextWish("reencode", hop=1)
+
+
+@pytest.mark.parametrize(
+    ("policy", "numbers", "field", "says"),
+    [
+        ("ROLL", {"window_tokens": 0}, "window_tokens", "a whole number from 1 to 128"),
+        ("ROLL", {"window_tokens": 129}, "window_tokens", "a whole number from 1 to 128"),
+        ("REENCODE", {"sink_tokens": 128}, "sink_tokens", "a whole number from 0 to 127"),
+        ("REENCODE", {"hop_tokens": 0}, "hop_tokens", "a whole number from 1 to 128"),
+        ("ROLL", {"hop_tokens": 4}, "hop_tokens", "does not apply to the policy ROLL"),
+        ("AUTO", {"hop_tokens": 4}, "hop_tokens", "does not apply to the policy ROLL"),
+        ("REJECT", {"window_tokens": 8}, "window_tokens", "does not apply to the policy REJECT"),
+        ("TRUNCATE", {"sink_tokens": 0}, "sink_tokens", "does not apply to the policy TRUNCATE"),
+    ],
+)
+def test_windows_out_of_range(policy: str, numbers: dict[str, int], field: str, says: str) -> None:
+    context = inference_pb2.ContextPolicy(overflow=f"CONTEXT_OVERFLOW_{policy}", **numbers)
+    found = refused(context=context)
+    assert set(found) == {f"context.{field}"}
+    assert says in found[f"context.{field}"]
+
+
+def test_absolute_positions_cannot_roll() -> None:
+    with pytest.raises(InvalidRequest, match=r"context\.overflow: ROLL needs rotary"):
+        context_of(False, overflow=inference_pb2.CONTEXT_OVERFLOW_ROLL)
 
 
 def test_output_options() -> None:

@@ -51,8 +51,14 @@ class GenerateOptions(TypedDict, total=False):
     """Go on past the model's end tokens."""
     time_limit: float | None
     """Seconds from admission; the stream then ends well, with finish "time_limit"."""
-    context: Literal["reject", "truncate"] | None
-    """What happens when prompt and output pass the trained context."""
+    context: Literal["auto", "reject", "truncate", "roll", "reencode"] | None
+    """What happens when prompt and output pass the trained context: docs/windows.md."""
+    window_tokens: int | None
+    """Under "roll" and "reencode": newest tokens that stay visible, at least 1."""
+    sink_tokens: int | None
+    """Under "roll" and "reencode": first tokens that stay visible for ever."""
+    hop_tokens: int | None
+    """Under "reencode": tokens dropped at a time, at most the window."""
     omit_special_tokens: bool | None
     """Text prompts: do not add BOS and the like."""
     parse_special_tokens: bool | None
@@ -209,8 +215,11 @@ def _one_of(choices: dict[str, int]) -> Callable[[str], int]:
 
 
 _CONTEXTS: dict[str, int] = {
+    "auto": inference_pb2.CONTEXT_OVERFLOW_AUTO,
     "reject": inference_pb2.CONTEXT_OVERFLOW_REJECT,
     "truncate": inference_pb2.CONTEXT_OVERFLOW_TRUNCATE,
+    "roll": inference_pb2.CONTEXT_OVERFLOW_ROLL,
+    "reencode": inference_pb2.CONTEXT_OVERFLOW_REENCODE,
 }
 _DELIVERIES: dict[str, int] = {
     "incremental": inference_pb2.DELIVERY_MODE_INCREMENTAL,
@@ -233,6 +242,9 @@ _FIELDS = {
     "ignore_eos": "stopping.ignore_eos",
     "time_limit": "stopping.time_limit",
     "context": "context.overflow",
+    "window_tokens": "context.window_tokens",
+    "sink_tokens": "context.sink_tokens",
+    "hop_tokens": "context.hop_tokens",
     "omit_special_tokens": "omit_special_tokens",
     "parse_special_tokens": "parse_special_tokens",
     "keep_special_tokens": "output.keep_special_tokens",

@@ -82,11 +82,17 @@ class PromptInfo:
     sampling: Sampling
     stopping: Stopping
     context: str
-    """"reject" or "truncate"."""
+    """The policy in force: "reject", "truncate", "roll" or "reencode"."""
+    window_tokens: int | None
+    """Newest tokens that stay visible; None where the context does not slide."""
+    sink_tokens: int | None
+    """First tokens that stay visible; None where the context does not slide."""
+    hop_tokens: int | None
+    """Tokens dropped at a time under "reencode", else None."""
 
     @staticmethod
     def from_message(message: inference_pb2.PromptInfo) -> PromptInfo:
-        stopping = message.effective_stopping
+        stopping, context = message.effective_stopping, message.effective_context
         return PromptInfo(
             request_id=message.request_id,
             model=message.model,
@@ -103,7 +109,10 @@ class PromptInfo:
                 ignore_eos=stopping.ignore_eos,
                 time_limit=_seconds(stopping, "time_limit"),
             ),
-            context=_enum_value(inference_pb2.ContextOverflow, "CONTEXT_OVERFLOW_", message.effective_context.overflow),
+            context=_enum_value(inference_pb2.ContextOverflow, "CONTEXT_OVERFLOW_", context.overflow),
+            window_tokens=context.window_tokens if context.HasField("window_tokens") else None,
+            sink_tokens=context.sink_tokens if context.HasField("sink_tokens") else None,
+            hop_tokens=context.hop_tokens if context.HasField("hop_tokens") else None,
         )
 
 
@@ -172,6 +181,8 @@ class Timings:
     total_time: float | None
     preemption_count: int
     """Times the sequence gave its KV blocks to others and was computed again."""
+    window_move_count: int
+    """Times the context window moved while the output was made."""
     engine_recovery_count: int
     """Times the stream was carried over a restarted engine."""
 
@@ -184,6 +195,7 @@ class Timings:
             decode_time=_seconds(message, "decode_time"),
             total_time=_seconds(message, "total_time"),
             preemption_count=message.preemption_count,
+            window_move_count=message.window_move_count,
             engine_recovery_count=message.engine_recovery_count,
         )
 

@@ -27,7 +27,7 @@ SOURCES = HERE / "src"
 
 # No contraction: a multiply-add is fused where the source says so and nowhere else, whatever the compiler.
 FLAGS = (
-    *("-std=c++20", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fopenmp", "-fPIC", "-shared"),
+    *("-std=c++20", "-O3", "-ffp-contract=off", "-fno-math-errno", "-pthread", "-fPIC", "-shared"),
     *("-fvisibility-inlines-hidden", "-Wno-psabi"),
 )
 

@@ -11,9 +11,6 @@ import functools
 import os
 from pathlib import Path
 
-# torch brings its own copy of the OpenMP runtime. Loaded first, it is the one that the kernels find too.
-import torch  # noqa: F401
-
 VARIANTS = ("avx512-bf16", "avx512", "avx2", "portable")
 """Best first; the same names as in build.py."""
 

@@ -64,7 +64,8 @@ class HuggingFaceTokenizer:
         """Token ids; what is added is what the file's post-processor and add_bos_token say. See Tokenizer.encode."""
         check_text(text)
         instance = self._parsing if parse_special_tokens else self._plain
-        ids: list[int] = instance.encode(text, add_special_tokens=False).ids
+        # Not encode(): the library holds the interpreter's lock in it for as long as it takes, and all threads wait.
+        ids: list[int] = instance.encode_batch([text], add_special_tokens=False)[0].ids
         if not add_special_tokens:
             return ids
         prefix = self._prefix

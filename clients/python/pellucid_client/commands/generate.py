@@ -10,12 +10,12 @@ from dataclasses import asdict
 from typing import cast
 
 from pellucid_client._requests import GenerateOptions
-from pellucid_client.aio import AsyncClient
 from pellucid_client.commands.common import (
     CommandError,
     Commands,
     add_command,
     connect,
+    connect_async,
     positive_count,
     positive_seconds,
     print_json,
@@ -75,8 +75,13 @@ def _add_request(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--model", help="model name; needed where several are loaded")
     group.add_argument("--request-id", metavar="ID", help="a name for `pellucid cancel`")
     group.add_argument(
-        "--context", choices=("reject", "truncate"), help="for a prompt longer than the context: refuse it, or cut it"
+        "--context",
+        choices=("auto", "reject", "truncate", "roll", "reencode"),
+        help="when prompt and output pass the context: refuse, cut the prompt once, or let a window slide",
     )
+    group.add_argument("--window-tokens", type=int, metavar="N", help="roll, reencode: newest tokens that stay visible")
+    group.add_argument("--sink-tokens", type=int, metavar="N", help="roll, reencode: first tokens that stay for ever")
+    group.add_argument("--hop-tokens", type=int, metavar="N", help="reencode: tokens dropped at a time")
     group.add_argument(
         "--omit-special-tokens", action="store_true", default=None, help="do not add BOS and the like to the prompt"
     )
@@ -120,7 +125,7 @@ async def _run_file(arguments: argparse.Namespace, prompts: Sequence[tuple[int, 
     """Prints answers in the order of the prompts. A prompt that fails is reported and does not hold up the others."""
     gate = asyncio.Semaphore(arguments.concurrency)
     failed = False
-    async with AsyncClient(arguments.server) as client:
+    async with connect_async(arguments) as client:
 
         async def run(prompt: str) -> Outcome:
             async with gate:

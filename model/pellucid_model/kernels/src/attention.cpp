@@ -3,6 +3,7 @@
 // Side effects, in order: the new keys (rotated) and values of all rows are written into the cache; then every row
 // attends, reading all keys and values, its own included, from the cache. Prefill, chunked prefill and decode are
 // therefore one computation; attention_tile.h fixes its order, so that no bit depends on what else is in the batch.
+#include <optional>
 #include <vector>
 
 #include "attention_tile.h"
@@ -75,16 +76,14 @@ template <class Element>
 int32_t paged_attention(const Arguments& a) {
     const std::vector<TokenTile> tiles = token_tiles(a);
     const int threads = useful_threads(a.threads, work(a));
-    WorkQueue queue(static_cast<int64_t>(tiles.size()) * a.kv_heads);
     std::atomic<int32_t> status{kOk};
-#pragma omp parallel num_threads(threads) if (threads > 1)
-    {
-        std::vector<float> rotated;
-#pragma omp for schedule(static)
-        for (int64_t row = 0; row < a.rows; ++row) write_cache<Element>(a, row, rotated);  // ends with a barrier
-        TileAttention<Element> attention(a, status);
-        queue.drain([&](int64_t unit) { attention.run(tiles[unit / a.kv_heads], unit % a.kv_heads); });
-    }
+    std::vector<std::vector<float>> rotated(threads);
+    for_each_unit(threads, a.rows, [&](int64_t row, int worker) { write_cache<Element>(a, row, rotated[worker]); });
+    std::vector<std::optional<TileAttention<Element>>> attention(threads);
+    for_each_unit(threads, static_cast<int64_t>(tiles.size()) * a.kv_heads, [&](int64_t unit, int worker) {
+        if (!attention[worker]) attention[worker].emplace(a, status);
+        attention[worker]->run(tiles[unit / a.kv_heads], unit % a.kv_heads);
+    });
     return status;
 }
 

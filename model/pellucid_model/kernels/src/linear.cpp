@@ -140,10 +140,12 @@ struct Linear {
                             outputs - column);
     }
 
-    // Every thread of a parallel region calls this with the same queue of `units()`.
-    void work(WorkQueue& queue, int64_t panels_per_unit, int64_t row_parts) const {
+    void work(int threads) const {
         const EvenParts tiles(rows, kTileRows);
-        queue.drain([&](int64_t unit) {
+        const int64_t panels_per_unit = this->panels_per_unit(threads);
+        const int64_t row_parts = std::clamp<int64_t>(rows / kTileRows / 8, 1, 8);
+        const int64_t units = (panels() + panels_per_unit - 1) / panels_per_unit * row_parts;
+        for_each_unit(threads, units, [&](int64_t unit, int) {
             const int64_t first = unit / row_parts * panels_per_unit, part = unit % row_parts;
             const int64_t last = std::min(first + panels_per_unit, panels());
             for (int64_t t = tiles.count * part / row_parts; t < tiles.count * (part + 1) / row_parts; ++t)
@@ -161,18 +163,8 @@ struct Linear {
     }
 };
 
-template <class Format, class Prepare>
-void run(Linear<Format> linear, int threads, const Prepare& prepare_row) {
-    threads = useful_threads(threads, linear.rows * linear.inputs * linear.outputs);
-    const int64_t per_unit = linear.panels_per_unit(threads);
-    const int64_t row_parts = std::clamp<int64_t>(linear.rows / kTileRows / 8, 1, 8);
-    WorkQueue queue((linear.panels() + per_unit - 1) / per_unit * row_parts);
-#pragma omp parallel num_threads(threads) if (threads > 1)
-    {
-#pragma omp for schedule(static)
-        for (int64_t row = 0; row < linear.rows; ++row) prepare_row(row);  // ends with a barrier
-        linear.work(queue, per_unit, row_parts);
-    }
+int linear_threads(int threads, int64_t rows, int64_t inputs, int64_t outputs) {
+    return useful_threads(threads, rows * inputs * outputs);
 }
 
 [[maybe_unused]] void round_to(bf16* out, float x) { *out = to_bf16(x); }
@@ -186,7 +178,8 @@ using namespace pellucid;
 // x [rows, inputs], weight packed as above, bias [outputs] or null, out [rows, outputs].
 extern "C" void pellucid_linear_float32(const float* x, const float* weight, const float* bias, float* out,
                                         int64_t rows, int64_t inputs, int64_t outputs, int threads) {
-    run(Linear<Float32Format>{x, inputs, weight, bias, out, rows, inputs, outputs}, threads, [](int64_t) {});
+    const Linear<Float32Format> linear{x, inputs, weight, bias, out, rows, inputs, outputs};
+    linear.work(linear_threads(threads, rows, inputs, outputs));
 }
 
 extern "C" void pellucid_linear_bfloat16(const float* x, const bf16* weight, const float* bias, float* out,
@@ -194,10 +187,11 @@ extern "C" void pellucid_linear_bfloat16(const float* x, const bf16* weight, con
     using Left = Bfloat16Format::Left;
     const int64_t stride = (inputs + 1) / 2 * 2;
     const std::unique_ptr<Left[]> rounded(new Left[rows * stride]);
-    const auto round_row = [&](int64_t row) {
+    threads = linear_threads(threads, rows, inputs, outputs);
+    for_each_unit(threads, rows, [&](int64_t row, int) {
         Left* to = rounded.get() + row * stride;
         for (int64_t k = 0; k < inputs; ++k) round_to(to + k, x[row * inputs + k]);
         if (stride > inputs) round_to(to + inputs, 0.0f);
-    };
-    run(Linear<Bfloat16Format>{rounded.get(), stride, weight, bias, out, rows, inputs, outputs}, threads, round_row);
+    });
+    Linear<Bfloat16Format>{rounded.get(), stride, weight, bias, out, rows, inputs, outputs}.work(threads);
 }

@@ -2,10 +2,14 @@
 #pragma once
 
 #include <algorithm>
-#include <atomic>
 #include <cstdint>
 
 namespace pellucid {
+
+// Calls call(context, unit, worker) once for every unit in [0, units), on at most `threads` threads, and returns when all
+// calls have returned. `worker` is in [0, threads) and differs between calls that run at the same time; 0 is the caller.
+void run_units(int threads, int64_t units, void (*call)(void*, int64_t, int), void* context);
+
 namespace {
 
 // Waking a thread costs microseconds: give each one at least about `kWorkPerThread` multiply-adds (or as costly things).
@@ -15,21 +19,16 @@ inline int useful_threads(int threads, int64_t work) {
     return static_cast<int>(std::clamp<int64_t>(work / kWorkPerThread, 1, threads));
 }
 
-// Work units 0, 1, … that threads claim one by one, so that a busy core delays nobody but itself.
-class WorkQueue {
-public:
-    explicit WorkQueue(int64_t units) : units_(units) {}
-
-    // Calls body(unit) until nothing is left. Every thread of a parallel region calls this.
-    template <class Body>
-    void drain(const Body& body) {
-        for (int64_t unit; (unit = next_.fetch_add(1, std::memory_order_relaxed)) < units_;) body(unit);
+// body(unit, worker) for every unit; see run_units.
+template <class Body>
+void for_each_unit(int threads, int64_t units, const Body& body) {
+    if (threads <= 1 || units <= 1) {
+        for (int64_t unit = 0; unit < units; ++unit) body(unit, 0);
+        return;
     }
-
-private:
-    const int64_t units_;
-    std::atomic<int64_t> next_{0};
-};
+    const auto call = [](void* context, int64_t unit, int worker) { (*static_cast<const Body*>(context))(unit, worker); };
+    run_units(threads, units, call, const_cast<Body*>(&body));
+}
 
 // Cuts `total` rows into the fewest parts of at most `most`, whose sizes differ by at most one.
 struct EvenParts {

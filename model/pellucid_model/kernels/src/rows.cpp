@@ -14,8 +14,10 @@ PELLUCID_INLINE void for_each_vector(int64_t size, const Body& body) {
 template <class Body>
 void for_each_row(int64_t rows, int64_t size, int threads, const Body& body) {
     threads = useful_threads(threads, rows * size);
-#pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
-    for (int64_t row = 0; row < rows; ++row) body(row);
+    const EvenParts parts(rows, std::max<int64_t>(1, (rows + 4 * threads - 1) / (4 * threads)));
+    for_each_unit(threads, parts.count, [&](int64_t part, int) {
+        for (int64_t row = parts.begin(part); row < parts.begin(part) + parts.size(part); ++row) body(row);
+    });
 }
 
 float inverse_root(float x) { return 1.0f / std::sqrt(x); }

@@ -249,11 +249,8 @@ extern "C" void pellucid_sample(const float* logits, int64_t rows, int64_t strid
                                 const int32_t* banned_ids, int threads, int32_t* out) {
     const Row* row_settings = static_cast<const Row*>(settings);
     const int most = static_cast<int>(std::clamp<int64_t>(rows, 1, threads));
-#pragma omp parallel num_threads(pellucid::useful_threads(most, rows * vocab))
-    {
+    pellucid::for_each_unit(pellucid::useful_threads(most, rows * vocab), rows, [&](int64_t i, int) {
         static thread_local Scratch scratch;
-#pragma omp for schedule(dynamic)
-        for (int64_t i = 0; i < rows; ++i)
-            out[i] = sample_row(logits + i * stride, vocab, row_settings[i], banned_ids, scratch);
-    }
+        out[i] = sample_row(logits + i * stride, vocab, row_settings[i], banned_ids, scratch);
+    });
 }

@@ -1,0 +1,122 @@
+// A pool of threads that nobody waits for.
+//
+// The caller works too, and at the end it waits only for units that another thread has claimed and not yet finished: a
+// thread that the system has put aside, because something else runs on its core, costs nothing. A barrier, as at the end
+// of an OpenMP region, waits for every thread, and on busy cores that is a wait of whole scheduler slices.
+//
+// Units are claimed from one number, `ticket`: the job's generation in its upper half, the next unit in its lower half.
+// Claiming is a compare-and-swap of both, so that a thread which comes late, with an old job's description in its hands,
+// cannot claim a unit of a new one.
+#include "parallel.h"
+
+#include <atomic>
+#include <chrono>
+#include <mutex>
+#include <thread>
+
+namespace pellucid {
+namespace {
+
+using Call = void (*)(void*, int64_t, int);
+
+constexpr uint64_t kUnit = 0xffffffff;  // the lower half; all ones: closed, nothing to claim
+constexpr uint32_t generation_of(uint64_t ticket) { return static_cast<uint32_t>(ticket >> 32); }
+
+// Operators of one step follow each other within microseconds. Looking out for the next one is cheaper than sleeping,
+// but only for so long, and never without letting others have the core.
+constexpr std::chrono::microseconds kLookOut{200};
+
+inline void relax() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#endif
+}
+
+class Pool {
+public:
+    void run(int threads, int64_t units, Call call, void* context) {
+        const std::lock_guard<std::mutex> one_job_at_a_time(mutex_);
+        for (; helpers_ < threads - 1; ++helpers_) std::thread([this, worker = helpers_ + 1] { help(worker); }).detach();
+        publish(threads, units, call, context);
+        drain(generation_of(ticket_.load(std::memory_order_relaxed)), 0);
+        for (int spins = 0; done_.load(std::memory_order_acquire) < units; ++spins)
+            spins % 64 == 63 ? std::this_thread::yield() : relax();
+    }
+
+private:
+    void publish(int threads, int64_t units, Call call, void* context) {
+        const uint32_t generation = generation_of(ticket_.load(std::memory_order_relaxed)) + 1;
+        ticket_.store(uint64_t{generation} << 32 | kUnit, std::memory_order_relaxed);
+        // Whoever sees a new description below also sees that the old ticket is closed.
+        std::atomic_thread_fence(std::memory_order_release);
+        threads_.store(threads, std::memory_order_relaxed);
+        units_.store(units, std::memory_order_relaxed);
+        call_.store(call, std::memory_order_relaxed);
+        context_.store(context, std::memory_order_relaxed);
+        done_.store(0, std::memory_order_relaxed);
+        ticket_.store(uint64_t{generation} << 32, std::memory_order_release);
+        published_.store(generation, std::memory_order_seq_cst);
+        if (sleepers_.load(std::memory_order_seq_cst) > 0) published_.notify_all();
+    }
+
+    // Claims and runs units of the job `generation` until there are none.
+    void drain(uint32_t generation, int worker) {
+        uint64_t ticket = ticket_.load(std::memory_order_acquire);
+        const int64_t units = units_.load(std::memory_order_relaxed);
+        const Call call = call_.load(std::memory_order_relaxed);
+        void* const context = context_.load(std::memory_order_relaxed);
+        if (worker >= threads_.load(std::memory_order_relaxed)) return;
+        std::atomic_thread_fence(std::memory_order_acquire);
+        while (generation_of(ticket) == generation && static_cast<int64_t>(ticket & kUnit) < units) {
+            if (!ticket_.compare_exchange_weak(ticket, ticket + 1, std::memory_order_acq_rel)) continue;
+            call(context, static_cast<int64_t>(ticket & kUnit), worker);
+            done_.fetch_add(1, std::memory_order_release);
+            ticket = ticket_.load(std::memory_order_acquire);
+        }
+    }
+
+    [[noreturn]] void help(int worker) {
+        for (uint32_t seen = 0;;) {
+            seen = next_generation(seen);
+            drain(seen, worker);
+        }
+    }
+
+    // Waits for a job other than `seen`.
+    uint32_t next_generation(uint32_t seen) {
+        const auto until = std::chrono::steady_clock::now() + kLookOut;
+        for (int spins = 0;; ++spins) {
+            const uint32_t now = published_.load(std::memory_order_acquire);
+            if (now != seen) return now;
+            if (spins % 64 != 63) {
+                relax();
+            } else if (std::chrono::steady_clock::now() < until) {
+                std::this_thread::yield();
+            } else {
+                sleepers_.fetch_add(1, std::memory_order_seq_cst);
+                published_.wait(seen, std::memory_order_seq_cst);
+                sleepers_.fetch_sub(1, std::memory_order_relaxed);
+            }
+        }
+    }
+
+    std::mutex mutex_;
+    int helpers_ = 0;  // threads besides callers
+    std::atomic<uint64_t> ticket_{kUnit};
+    std::atomic<uint32_t> published_{0};  // generation of the newest job
+    std::atomic<int> sleepers_{0};
+    std::atomic<int> threads_{0};
+    std::atomic<int64_t> units_{0};
+    std::atomic<Call> call_{nullptr};
+    std::atomic<void*> context_{nullptr};
+    alignas(64) std::atomic<int64_t> done_{0};
+};
+
+}  // namespace
+
+void run_units(int threads, int64_t units, Call call, void* context) {
+    static Pool& pool = *new Pool;  // never destroyed: its threads run until the process ends
+    pool.run(threads, units, call, context);
+}
+
+}  // namespace pellucid
