@@ -2,10 +2,10 @@
 #
 #   PYTHON=/path/to/python3   which Python makes .venv (default: the first one of 3.11 or newer)
 #   TORCH_INDEX=URL           one more package index for torch, such as PyTorch's CPU builds (see README)
-#   ARGS="..."                passed on to `pellucid serve` or pytest
+#   ARGS="..."                passed on to `pellucid serve`, pytest or the load test
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test check proto clean
+.PHONY: help setup serve test load check proto clean
 
 ARGS ?=
 TORCH_INDEX ?=
@@ -52,6 +52,9 @@ serve: setup ## Serve the bundled checkpoint on 127.0.0.1:50051; ARGS="CHECKPOIN
 test: setup ## Run all tests; ARGS="tests/clients -k name"
 	@$(BIN)/python -m pytest $(ARGS)
 
+load: setup ## Load-test a server of its own for 30 s; ARGS="--workload chat --slo-ttft 200"
+	@exec $(BIN)/python loadtest/run.py $(ARGS)
+
 check: setup $(PROTO_VENV)/.ready ## Lint, types, formatting, and that generated code is up to date
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -78,5 +81,6 @@ generate = $(PROTO_VENV)/bin/python -m grpc_tools.protoc -I proto \
 
 clean: ## Remove the environments, built kernels and caches
 	rm -rf $(VENV) $(PROTO_VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
-	find model server clients proto tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	rm -rf clients/node/node_modules clients/node/dist clients/node/src/generated
+	find model server clients proto loadtest tests -name __pycache__ -type d -prune -exec rm -rf {} +
 	find model -name '*.so' -delete

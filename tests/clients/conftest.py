@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NoReturn
 
 import grpc
@@ -26,6 +27,7 @@ from pellucid.v1 import (
     tokenizer_pb2_grpc,
     types_pb2,
 )
+from pellucid_testing.node import build_client
 
 Generate = Callable[[inference_pb2.GenerateRequest, grpc.ServicerContext], Iterator[inference_pb2.GenerateResponse]]
 
@@ -171,3 +173,9 @@ def scripted() -> Iterator[Scripted]:
     server = serve(script)
     yield script
     server.stop(grace=None).wait()
+
+
+@pytest.fixture(scope="session")
+def node() -> Path:
+    """The folder of node and npm; the Node client is built."""
+    return build_client()

@@ -73,7 +73,8 @@ def test_values_in_force_come_back(client: Client) -> None:
     assert prompt.sampling.seed is not None
     assert prompt.stopping.stop == ("黄",)
     assert prompt.stopping.max_new_tokens == 1
-    assert prompt.context == "reject"
+    assert (prompt.context, prompt.window_tokens, prompt.sink_tokens) == ("roll", CONTEXT - 4, 4)
+    assert prompt.hop_tokens is None
     assert prompt.token_ids == client.tokenize("天地").token_ids
     assert prompt.prompt_token_count == len(prompt.token_ids)
 
@@ -134,7 +135,7 @@ def test_refusals(client: Client) -> None:
     with pytest.raises(ModelNotFound):
         client.generate("天", model="other").result()
     with pytest.raises(PromptTooLong, match=str(CONTEXT)):
-        client.generate("天" * 5000).result()
+        client.generate("天" * 5000, context="reject").result()
     assert client.generate("天" * 5000, context="truncate", max_new_tokens=4).result().prompt.dropped_token_count > 0
 
 

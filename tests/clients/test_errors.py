@@ -73,7 +73,7 @@ def test_each_status_becomes_its_exception(
 ) -> None:
     scripted.unary = lambda context: fail(context, code, "the message", details)
     scripted.generate = lambda request, context: fail(context, code, "the message", details)
-    with p.Client(scripted.address) as client:
+    with p.Client(scripted.address, attempts=1) as client:
         with pytest.raises(p.PellucidError) as unary:
             client.tokenize("x")
         with pytest.raises(p.PellucidError) as stream:
@@ -88,7 +88,7 @@ async def test_each_status_becomes_its_exception_in_asyncio(
 ) -> None:
     scripted.unary = lambda context: fail(context, code, "the message", details)
     scripted.generate = lambda request, context: fail(context, code, "the message", details)
-    async with p.AsyncClient(scripted.address) as client:
+    async with p.AsyncClient(scripted.address, attempts=1) as client:
         with pytest.raises(p.PellucidError) as unary:
             await client.tokenize("x")
         with pytest.raises(p.PellucidError) as stream:

@@ -1,4 +1,4 @@
-"""What the sync and the asyncio client share about calls: each one as data, and the options of the channel."""
+"""What the sync and the asyncio client share about calls: each one as data."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from pellucid_client.results import Load, Model, ServerInfo, Tokenization
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 GENERATE_PATH = "/pellucid.v1.InferenceService/Generate"
-MAX_MESSAGE_BYTES = 16 * 2**20
 
 Response = TypeVar("Response", bound=Message)
 Result = TypeVar("Result")
@@ -82,23 +81,6 @@ def is_serving(response: bytes) -> bool:
 
 def serialize(message: Message) -> bytes:
     return message.SerializeToString()
-
-
-def channel_options(address: str) -> list[tuple[str, int]]:
-    """Limits and pings that suit long, sometimes silent streams."""
-    options = [
-        ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-        ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-        ("grpc.keepalive_time_ms", 60_000),
-        ("grpc.keepalive_timeout_ms", 20_000),
-        ("grpc.http2.max_pings_without_data", 0),  # 0: no limit, so that a long prefill does not end the pings.
-        ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.max_reconnect_backoff_ms", 2_000),
-    ]
-    host = address.removeprefix("dns:///").rpartition(":")[0]
-    if host in ("localhost", "[::1]") or host.startswith("127."):
-        options.append(("grpc.enable_http_proxy", 0))  # A proxy from the environment cannot reach our loopback.
-    return options
 
 
 def one(results: list[Result]) -> Result:

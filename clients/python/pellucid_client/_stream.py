@@ -2,24 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
+import grpc
+
 from pellucid.v1 import inference_pb2
-from pellucid_client.errors import InternalError
+from pellucid_client._retry import Retries
+from pellucid_client.errors import Cancelled, InternalError, PellucidError
 from pellucid_client.results import Chunk, Completion, Finish, PromptInfo, Timings, Usage
 
 
-class _Cancellable(Protocol):
+class _Call(Protocol):
     def cancel(self) -> object: ...
 
 
-class StreamBase:
-    """What has arrived of one answer so far."""
+class _Event(Protocol):
+    def set(self) -> object: ...
+    def is_set(self) -> bool: ...
 
-    def __init__(self, call: _Cancellable, address: str) -> None:
-        self._cancel_call = call.cancel
+
+class StreamBase:
+    """What has arrived of one answer so far, and the attempts to get it.
+
+    start      begins an attempt that may take so many seconds
+    retries    what is left to this call
+    cancelled  set by cancel(); the sync and the asyncio stream wait for it between attempts, each in its own way
+    """
+
+    def __init__(
+        self, start: Callable[[float | None], _Call], retries: Retries, address: str, cancelled: _Event
+    ) -> None:
+        self._start = start
+        self._retries = retries
         self._address = address
-        self._cancelled = False
+        self._cancelled = cancelled
+        self._call = start(retries.remaining())
+        self._began = False
         self._texts: list[str] = []
         self._token_ids: list[int] = []
         self._prompt: PromptInfo | None = None
@@ -59,10 +78,21 @@ class StreamBase:
 
     def cancel(self) -> None:
         """Ends the request in the server. Reading on raises Cancelled; after the end it does nothing."""
-        self._cancelled = True
-        self._cancel_call()
+        self._cancelled.set()
+        self._call.cancel()
+
+    def _restart(self) -> None:
+        """Begins the next attempt."""
+        self._call = self._start(self._retries.remaining())
+        if self._cancelled.is_set():  # cancel() on another thread may have seen the attempt before.
+            self._call.cancel()
+
+    def _delay(self, error: grpc.RpcError, failure: PellucidError) -> float | None:
+        """Seconds until the next attempt; None: there is none, the stream has begun or `failure` is final."""
+        return None if self._began else self._retries.delay(error, failure)
 
     def _take(self, message: inference_pb2.GenerateResponse) -> Chunk:
+        self._began = True
         if message.HasField("prompt"):
             self._prompt = PromptInfo.from_message(message.prompt)
         if message.HasField("usage"):
@@ -80,3 +110,7 @@ class StreamBase:
         if self._prompt is None or self._finish is None or self._usage is None or self._timings is None:
             raise InternalError("the stream ended without prompt, finish, usage or timings; is this a Pellucid server?")
         return Completion(self.text, self.token_ids, self._finish, self._prompt, self._usage, self._timings)
+
+
+def cancelled_here() -> Cancelled:
+    return Cancelled("the stream was cancelled", code=grpc.StatusCode.CANCELLED)

@@ -15,8 +15,10 @@ Make the client inside the event loop that uses it. Cancelling a task that reads
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from types import TracebackType
 from typing import Any, Self, Unpack
 
@@ -25,7 +27,7 @@ import grpc.aio
 from google.protobuf.message import Message
 
 from pellucid.v1 import inference_pb2, model_pb2, server_pb2
-from pellucid_client import _calls
+from pellucid_client import _calls, _retry, _security, _target
 from pellucid_client._calls import Operation, Response, Result
 from pellucid_client._requests import (
     DetokenizeOptions,
@@ -37,8 +39,9 @@ from pellucid_client._requests import (
     model_request,
     tokenize_request,
 )
-from pellucid_client._stream import StreamBase
-from pellucid_client.errors import Cancelled, DeadlineExceeded, Unavailable, error_from_rpc
+from pellucid_client._retry import Retries
+from pellucid_client._stream import StreamBase, cancelled_here
+from pellucid_client.errors import DeadlineExceeded, Unavailable, error_from_rpc
 from pellucid_client.results import Chunk, Completion, Load, Model, ServerInfo, Tokenization
 
 
@@ -48,23 +51,36 @@ class AsyncGenerateStream(StreamBase):
     As a context manager (`async with`) it cancels the request where the block is left before the end.
     """
 
-    def __init__(self, call: Any, address: str) -> None:
-        super().__init__(call, address)
-        self._messages: AsyncIterator[inference_pb2.GenerateResponse] = aiter(call)
+    def __init__(self, start: Callable[[float | None], Any], retries: Retries, address: str) -> None:
+        self._cancelled: asyncio.Event
+        self._call: Any
+        super().__init__(start, retries, address, asyncio.Event())
+        self._messages: AsyncIterator[inference_pb2.GenerateResponse] = aiter(self._call)
 
     def __aiter__(self) -> AsyncIterator[Chunk]:
         return self
 
     async def __anext__(self) -> Chunk:
-        try:
-            message = await anext(self._messages)
-        except grpc.RpcError as error:
-            raise error_from_rpc(error, self._address) from error
-        except asyncio.CancelledError:
-            if not self._cancelled:
-                raise  # The task is cancelled, not the stream.
-            raise Cancelled("the stream was cancelled", code=grpc.StatusCode.CANCELLED) from None
-        return self._take(message)
+        while True:
+            try:
+                return self._take(await anext(self._messages))
+            except grpc.RpcError as error:
+                failure = error_from_rpc(error, self._address)
+                if (delay := self._delay(error, failure)) is None:
+                    raise failure from error
+            except asyncio.CancelledError:
+                if not self._cancelled.is_set():
+                    raise  # The task is cancelled, not the stream.
+                raise cancelled_here() from None
+            await self._pause(delay)
+            self._restart()
+            self._messages = aiter(self._call)
+
+    async def _pause(self, seconds: float) -> None:
+        """Waits. Raises Cancelled where the stream is cancelled meanwhile."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._cancelled.wait(), seconds)
+            raise cancelled_here()
 
     async def result(self) -> Completion:
         """Reads to the end and returns the whole answer, chunks already read included."""
@@ -82,27 +98,46 @@ class AsyncGenerateStream(StreamBase):
 
 
 class AsyncClient:
-    """A connection to one Pellucid server; close it, or use it with `async with`.
+    """A connection to a Pellucid server, or to several that serve the same; close it, or use it with
+    `async with`.
 
-    address      HOST:PORT, or any gRPC target
-    credentials  for TLS, such as grpc.ssl_channel_credentials(); None: plain text
+    address      HOST:PORT; or several servers, which take turns: ["10.0.0.1:50051", "10.0.0.2:50051"],
+                 "ipv4:10.0.0.1:50051,10.0.0.2:50051", or "dns:///NAME:50051"
+    tls          encrypt, and hold the server's certificate against the system's authorities
+    ca_certificate    PEM file of authorities to hold it against instead; asks for TLS too
+    certificate, key  PEM files of a client certificate, for servers that want one; ask for TLS too
+    token        bearer token, for servers that want one; without TLS anybody on the way can read it
+    credentials  gRPC's own, in place of all of TLS above
     metadata     sent with every call, such as (("traceparent", "…"),)
+    attempts     how often a call is tried while the server is UNAVAILABLE and nothing of the answer has come; 1 = once
+
+    Raises ValueError for addresses, attempts or files that cannot be.
     """
 
     def __init__(
         self,
-        address: str = _calls.DEFAULT_ADDRESS,
+        address: str | Sequence[str] = _calls.DEFAULT_ADDRESS,
         *,
+        tls: bool = False,
+        ca_certificate: str | os.PathLike[str] | None = None,
+        certificate: str | os.PathLike[str] | None = None,
+        key: str | os.PathLike[str] | None = None,
+        token: str | None = None,
         credentials: grpc.ChannelCredentials | None = None,
         metadata: Sequence[tuple[str, str]] = (),
+        attempts: int = _retry.DEFAULT_ATTEMPTS,
     ) -> None:
-        self.address = address
-        self._metadata = tuple(metadata)
-        options = _calls.channel_options(address)
+        self.address = _target.target(address)
+        credentials = _security.channel_credentials(
+            credentials, tls=tls, ca_certificate=ca_certificate, certificate=certificate, key=key
+        )
+        self._metadata = _security.call_metadata(tuple(metadata), token)
+        self._attempts = _retry.check_attempts(attempts)
+        options = _target.channel_options(self.address)
         self._channel = (
-            grpc.aio.insecure_channel(address, options)
+            grpc.aio.insecure_channel(self.address, options)
             if credentials is None
-            else grpc.aio.secure_channel(address, credentials, options)
+            else grpc.aio.secure_channel(self.address, credentials, options)
         )
 
     def generate(self, prompt: str | Sequence[int], **options: Unpack[GenerateOptions]) -> AsyncGenerateStream:
@@ -115,7 +150,11 @@ class AsyncClient:
         call = self._channel.unary_stream(
             _calls.GENERATE_PATH, _calls.serialize, inference_pb2.GenerateResponse.FromString
         )
-        return AsyncGenerateStream(call(request, timeout=options.get("timeout"), metadata=self._metadata), self.address)
+        return AsyncGenerateStream(
+            lambda timeout: call(request, timeout=timeout, metadata=self._metadata),
+            Retries(self._attempts, options.get("timeout")),
+            self.address,
+        )
 
     async def cancel(self, request_id: str, *, timeout: float | None = None) -> bool:
         """Ends a request from outside its stream, which then ends well with finish "cancelled".
@@ -162,12 +201,18 @@ class AsyncClient:
         return await self._unary(_calls.GET_LOAD, server_pb2.GetLoadRequest(), timeout)
 
     async def is_ready(self, *, timeout: float | None = None) -> bool:
-        """Whether the server takes requests. Raises ConnectionFailed where none answers."""
+        """Whether the server takes requests. Raises ConnectionFailed where none answers.
+
+        Of several servers: whether one of them does; False where none answers.
+        """
         check: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = self._channel.unary_unary(_calls.HEALTH_CHECK_PATH)
         try:
             return _calls.is_serving(await check(_calls.WHOLE_SERVER, timeout=timeout, metadata=self._metadata))
         except grpc.RpcError as error:
-            raise error_from_rpc(error, self.address) from error
+            failure = error_from_rpc(error, self.address)
+            if isinstance(failure, Unavailable) and _target.names_several(self.address):
+                return False  # The channel itself leaves out those that are not ready.
+            raise failure from error
 
     async def wait_until_ready(self, timeout: float) -> None:
         """Returns once the server takes requests; it need not be running yet.
@@ -210,8 +255,12 @@ class AsyncClient:
 
     async def _unary(self, operation: Operation[Response, Result], request: Message, timeout: float | None) -> Result:
         call = self._channel.unary_unary(operation.path, _calls.serialize, operation.response.FromString)
-        try:
-            response = await call(request, timeout=timeout, metadata=self._metadata)
-        except grpc.RpcError as error:
-            raise error_from_rpc(error, self.address) from error
-        return operation.convert(response)
+        retries = Retries(self._attempts, timeout)
+        while True:
+            try:
+                return operation.convert(await call(request, timeout=retries.remaining(), metadata=self._metadata))
+            except grpc.RpcError as error:
+                failure = error_from_rpc(error, self.address)
+                if (delay := retries.delay(error, failure)) is None:
+                    raise failure from error
+            await asyncio.sleep(delay)

@@ -23,6 +23,7 @@ from pellucid_server.engine.messages import (
     Abort,
     Configure,
     Finished,
+    Ping,
     Progress,
     Ready,
     StartFailed,
@@ -47,6 +48,10 @@ class Script:
     exit_at_start: bool = False
     die_after_steps: list[int] = field(default_factory=list)
     """Life i kills itself after so many steps with work; lives beyond the list go on."""
+    hang_after_steps: list[int] = field(default_factory=list)
+    """Life i stops itself (SIGSTOP) after so many steps with work, 0: before it is ready; lives beyond go on."""
+    warm_up_seconds: float = 0.0
+    """What the engine says its longest warm-up step took; its first step with work takes five times as long."""
     token_pause_after: int = 0
     """Stop making tokens (but not steps) when a request has so many; 0: never."""
     non_finite: bool = False
@@ -72,16 +77,20 @@ def run(script: Script, connection: EngineConnection) -> None:
     if script.start_failed:
         connection.send(StartFailed(script.start_failed))
         return
+    hang_after = script.hang_after_steps[life] if life < len(script.hang_after_steps) else -1
+    if hang_after == 0:
+        os.kill(os.getpid(), signal.SIGSTOP)
     connection.send(ready(script))
     steps_left = script.die_after_steps[life] if life < len(script.die_after_steps) else -1
-    _Loop(script, connection, steps_left).run()
+    _Loop(script, connection, steps_left, hang_after).run()
 
 
 class _Loop:
-    def __init__(self, script: Script, connection: EngineConnection, steps_left: int) -> None:
+    def __init__(self, script: Script, connection: EngineConnection, steps_left: int, hang_after: int) -> None:
         self._script = script
         self._connection = connection
         self._steps_left = steps_left
+        self._hang_after = hang_after
         self._live: dict[int, tuple[Submit, int]] = {}
         self._steps = 0
         self._tokens = 0
@@ -94,18 +103,25 @@ class _Loop:
                 elif isinstance(message, Abort):
                     self._live.pop(message.key, None)
                     self._send([], 0.0)
+                elif isinstance(message, Ping) and not self._live:
+                    self._send([], 0.0)
             if not self._live:
                 continue
             if self._steps_left == 0:
                 os.kill(os.getpid(), signal.SIGKILL)
+            if self._steps == self._hang_after:
+                os.kill(os.getpid(), signal.SIGSTOP)
             self._steps_left -= 1
             self._step()
 
     def _step(self) -> None:
         began = time.monotonic()
-        time.sleep(self._script.step_seconds)
+        time.sleep(self._script.step_seconds if self._steps else max(self._script.step_seconds, self._first_step()))
         progress = [self._advance(key, began) for key in list(self._live)]
         self._send([entry for entry in progress if entry is not None], time.monotonic() - began)
+
+    def _first_step(self) -> float:
+        return 5 * self._script.warm_up_seconds
 
     def _advance(self, key: int, began: float) -> Progress | None:
         submit, count = self._live[key]
@@ -165,6 +181,7 @@ def ready(script: Script) -> Ready:
         kernels="none",
         batch_invariant=True,
         architecture="scripted",
+        warm_up_seconds=script.warm_up_seconds,
     )
 
 

@@ -9,10 +9,14 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, is_dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from pellucid_client._calls import DEFAULT_ADDRESS
+from pellucid_client._security import read_token
+from pellucid_client.aio import AsyncClient
 from pellucid_client.client import Client
+
+AnyClient = TypeVar("AnyClient", Client, AsyncClient)
 
 Commands = Any
 """What argparse's add_subparsers returns; it has no public name."""
@@ -36,12 +40,53 @@ def add_command(
         default=os.environ.get("PELLUCID_SERVER") or DEFAULT_ADDRESS,
         help=f"the server (default: the environment's PELLUCID_SERVER, else {DEFAULT_ADDRESS})",
     )
+    _add_security(parser.add_argument_group("security"))
     parser.add_argument("--timeout", type=positive_seconds, metavar="SECONDS", help="give up after so long")
     return parser
 
 
+def _add_security(group: argparse._ArgumentGroup) -> None:
+    """Each one can come from the environment instead: --token-file from PELLUCID_TOKEN_FILE."""
+    group.add_argument(
+        "--tls",
+        action="store_true",
+        default=os.environ.get("PELLUCID_TLS", "").lower() in ("1", "true", "yes", "on"),
+        help="encrypt, and check the server's certificate (environment: PELLUCID_TLS=1)",
+    )
+    for flag, words in (
+        ("--ca-certificate", "PEM file of authorities to check it against, instead of the system's"),
+        ("--certificate", "PEM file of a client certificate, for servers that want one"),
+        ("--key", "PEM file of its private key"),
+        ("--token-file", "file whose first line is a bearer token, for servers that want one"),
+    ):
+        variable = "PELLUCID_" + flag[2:].replace("-", "_").upper()
+        group.add_argument(
+            flag, metavar="FILE", default=os.environ.get(variable) or None, help=f"{words} (environment: {variable})"
+        )
+
+
 def connect(arguments: argparse.Namespace) -> Client:
-    return Client(arguments.server)
+    """Raises CommandError for files and addresses that cannot be."""
+    return _connected(Client, arguments)
+
+
+def connect_async(arguments: argparse.Namespace) -> AsyncClient:
+    """As `connect`."""
+    return _connected(AsyncClient, arguments)
+
+
+def _connected(kind: Callable[..., AnyClient], arguments: argparse.Namespace) -> AnyClient:
+    try:
+        return kind(
+            arguments.server,
+            tls=arguments.tls,
+            ca_certificate=arguments.ca_certificate,
+            certificate=arguments.certificate,
+            key=arguments.key,
+            token=None if arguments.token_file is None else read_token(arguments.token_file),
+        )
+    except ValueError as error:
+        raise CommandError(str(error)) from None
 
 
 def positive_seconds(text: str) -> float:
