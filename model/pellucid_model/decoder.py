@@ -6,6 +6,7 @@ modules, which the serving engine swaps for its own operators.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from pellucid_model.config import DecoderConfig
@@ -22,12 +23,12 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.position_scheme: PositionScheme = _SCHEMES.get(config.position, "absolute")
-        self.embedding = nn.Embedding(config.vocab_size, config.d_model)
+        self.embedding = _embedding(config.vocab_size, config.d_model)
         self.position: nn.Module | None = None
         if config.position == "sinusoidal":
             self.position = SinusoidalPositions(config.context_length, config.d_model)
         elif config.position == "learned":
-            self.position = nn.Embedding(config.context_length, config.d_model)
+            self.position = _embedding(config.context_length, config.d_model)
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.layers))
         self.final_norm = _norm(config) if config.norm_placement == "pre" else None
@@ -156,6 +157,15 @@ def _shared_rotary(config: DecoderConfig) -> Rotary:
     if key not in _ROTARIES:
         _ROTARIES[key] = Rotary.from_base(*key)
     return _ROTARIES[key]
+
+
+def _embedding(count: int, d_model: int) -> nn.Embedding:
+    """nn.Embedding, not initialised on the meta device: torch would import its compiler for that, which takes seconds."""
+    weight = torch.empty(count, d_model)
+    if not weight.is_meta:
+        nn.init.normal_(weight)
+    embedding: nn.Embedding = nn.Embedding.from_pretrained(weight, freeze=False)
+    return embedding
 
 
 def _norm(config: DecoderConfig) -> nn.Module:

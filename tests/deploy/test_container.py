@@ -29,8 +29,10 @@ LOCAL_BASE = "localhost/pellucid-test-base:bookworm"
 """What debian_base.sh makes. Used where it exists, else the Dockerfile's own base."""
 
 PODMAN = ("podman", *(("--runtime", "runc") if shutil.which("runc") else ()), "--cgroup-manager", "cgroupfs")
-LOCKED_DOWN = ("--read-only", "--read-only-tmpfs=false", "--tmpfs", "/tmp", "--cap-drop", "all")
-LOCKED_DOWN = (*LOCKED_DOWN, "--security-opt", "no-new-privileges", "--network", "none", "--no-healthcheck")
+LOCKED_DOWN = (
+    *("--read-only", "--read-only-tmpfs=false", "--tmpfs", "/tmp", "--cap-drop", "all"),
+    *("--security-opt", "no-new-privileges", "--network", "none", "--no-healthcheck"),
+)
 STREAM_TOKENS = 3000
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
@@ -39,8 +41,8 @@ REQUESTS = """
 from pellucid_client import Client
 with Client("127.0.0.1:50051") as client:
     for seed in range(50):
-        answer = client.generate("今天天气", seed=seed, max_new_tokens=16, ignore_eos=True).result(), seed
-        assert answer[0].usage.output_token_count == 16, answer
+        answer = client.generate("今天天气", seed=seed, max_new_tokens=16, ignore_eos=True).result()
+        assert answer.usage.output_token_count == 16, answer
 print("answered")
 """
 
@@ -164,7 +166,10 @@ def image(_settings: None) -> str:
 
 
 # The docker format keeps HEALTHCHECK.
-BUILD = ("--layers", "--isolation=chroot", "--network=host", "--format=docker", "--volume=/etc/hosts:/etc/hosts:ro")
+BUILD = (
+    *("--layers", "--isolation=chroot", "--network=host", "--format=docker", "--volume=/etc/hosts:/etc/hosts:ro"),
+    *("--build-arg", "VERSION=0.0.0", "--build-arg", "REVISION=tested"),
+)
 
 
 def pip_arguments() -> list[str]:
@@ -209,7 +214,9 @@ def test_a_stranger_without_rights_or_network_serves_the_demo_and_stops_at_once(
         assert check[0] == "CMD"
         assert server.inside(*check[1:]).strip() == "ready"
         get = "import urllib.request as r; print(r.urlopen('http://127.0.0.1:9464/metrics').read().decode())"
-        assert re.search(r"^pellucid_requests_finished_total.*max_new_tokens.* 50\.0$", server.client("-c", get), re.M)
+        metrics = server.client("-c", get)
+        assert re.search(r"^pellucid_requests_finished_total.*max_new_tokens.* 50\.0$", metrics, re.MULTILINE)
+        assert re.search(r'^pellucid_build_info.*commit="tested"', metrics, re.MULTILINE)
         info = json.loads(server.client("-m", "pellucid_client.cli", "info", "--json"))
         assert info["server"]["batch_invariant"], "the image runs without its compiled kernels"
 
@@ -275,5 +282,6 @@ def test_what_it_says_about_itself() -> None:
     assert set(config["Volumes"]) == {"/models"}
     assert config["Entrypoint"] == ["tini", "--", "pellucid"]
     assert config["Cmd"] == ["serve"]
-    labels = {name.removeprefix("org.opencontainers.image.") for name in config["Labels"]}
-    assert {"title", "description", "licenses", "version", "revision"} <= labels
+    labels = {name.removeprefix("org.opencontainers.image."): value for name, value in config["Labels"].items()}
+    assert {"title", "description", "licenses"} <= set(labels)
+    assert (labels["version"], labels["revision"]) == ("0.0.0", "tested")
