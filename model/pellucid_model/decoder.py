@@ -160,7 +160,7 @@ def _shared_rotary(config: DecoderConfig) -> Rotary:
 
 
 def _embedding(count: int, d_model: int) -> nn.Embedding:
-    """nn.Embedding, not initialised on the meta device: torch would import its compiler for that, which takes seconds."""
+    """nn.Embedding, but not initialised on the meta device: torch would import its compiler for that, for seconds."""
     weight = torch.empty(count, d_model)
     if not weight.is_meta:
         nn.init.normal_(weight)
