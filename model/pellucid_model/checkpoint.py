@@ -86,8 +86,10 @@ def read_json(path: Path) -> dict[str, Any]:
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"checkpoint {path.parent}: {path.name} is missing") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise CheckpointError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(values, dict):
         raise CheckpointError(f"{path} must hold a JSON object")
     return values
@@ -139,6 +141,8 @@ def _read_file(path: Path) -> dict[str, Tensor]:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
     except FileNotFoundError:
         raise CheckpointError(f"checkpoint {path.parent}: {path.name} is missing") from None
+    except PermissionError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path} is broken or cut short: {error}") from None
 

@@ -105,10 +105,11 @@ class DecoderConfig:
         _require(architecture == ARCHITECTURE, "architecture", architecture, repr(ARCHITECTURE))
         hints = get_type_hints(DecoderConfig)
         for key in values:
-            _require(key in hints, key, values[key], "not a key of the decoder's configuration; remove it")
+            if key not in hints:
+                raise ConfigError(f"config {key} = {values[key]!r}: the decoder's configuration has no such key")
         for field in dataclasses.fields(DecoderConfig):
-            if field.default is dataclasses.MISSING:
-                _require(field.name in values, field.name, None, "required")
+            if field.default is dataclasses.MISSING and field.name not in values:
+                raise ConfigError(f"config {field.name} is missing")
         if isinstance(values.get("windows"), list):
             values["windows"] = tuple(values["windows"])
         for key, value in values.items():

@@ -25,6 +25,8 @@ def serve_command(argv: Sequence[str]) -> int:
         asyncio.run(_serve(Package(settings, read_checkpoint_info(settings), metadata.version("pellucid"))))
     except StartError as error:
         return _complain(str(error), 1)
+    except PermissionError as error:
+        return _complain(f"{error.filename} cannot be read: {error.strerror}; look at its owner and mode", 1)
     return 0
 
 

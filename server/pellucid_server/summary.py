@@ -10,6 +10,7 @@ from pellucid_server.checkpoint_info import CheckpointInfo
 from pellucid_server.engine.messages import Ready
 from pellucid_server.logs import log
 from pellucid_server.options import size_text
+from pellucid_server.security import protection
 from pellucid_server.served import ServedModel
 from pellucid_server.settings import Settings
 
@@ -32,7 +33,7 @@ class Addresses:
 def log_summary(
     settings: Settings, checkpoint: CheckpointInfo, model: ServedModel, ready: Ready, addresses: Addresses
 ) -> None:
-    """One event with everything, then a warning or notice each."""
+    """One event with everything, then a notice each."""
     log(
         logging.INFO,
         "serving",
@@ -47,28 +48,21 @@ def log_summary(
         weights=size_text(ready.weight_bytes),
         kv_cache=f"{model.cache_tokens} tokens in {ready.kv_block_count} blocks, {size_text(ready.kv_bytes)}",
         grpc=addresses.grpc,
+        security=protection(settings),
         metrics=addresses.metrics or "off",
     )
     for notice in (*checkpoint.notices, *ready.notices, *_own_notices(model, ready)):
         log(logging.WARNING, notice)
-    for flag, address in (("--listen", settings.listen), ("--metrics-listen", settings.metrics_listen)):
-        if address is not None and not address.is_loopback:
-            log(logging.WARNING, f"{flag} {address} is open to other machines, without TLS and without a password")
 
 
 def _own_notices(model: ServedModel, ready: Ready) -> list[str]:
     notices = []
     if model.tokenizer is None:
         notices.append("the checkpoint has no tokenizer.json: prompts are token ids, and answers have no text")
-    elif model.tokenizer.vocab_size > ready.vocab_size:
-        notices.append(
-            f"the tokenizer knows {model.tokenizer.vocab_size} tokens and the model {ready.vocab_size}: prompts with "
-            "tokens beyond the model's are refused"
-        )
     if model.cache_tokens < model.context_length:
         notices.append(
-            f"the KV cache holds {model.cache_tokens} tokens, less than the context of {model.context_length}: longer "
-            "requests are refused; raise --kv-cache-memory"
+            f"the KV cache holds {model.cache_tokens} tokens, less than the context of {model.context_length}: a "
+            "request ends when it fills the cache, unless its window is smaller; raise --kv-cache-memory"
         )
     if not ready.batch_invariant:
         notices.append("on this device a request's tokens may differ in the last bits with the requests beside it")

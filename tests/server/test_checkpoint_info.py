@@ -79,6 +79,6 @@ def test_unusable_folders(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     assert "is not a folder" in refusal(tmp_path / "file")
     (tmp_path / "config.json").write_text("{")
-    assert "cannot be read" in refusal(tmp_path)
+    assert "is not valid JSON" in refusal(tmp_path)
     (tmp_path / "config.json").write_text("[]")
     assert "no JSON object" in refusal(tmp_path)

@@ -57,6 +57,11 @@ def load(configure: Configure) -> Loaded:
         )
     kernels = select_kernels(device)
     notices = list(checkpoint.notices)
+    if 0 < configure.tokenizer_size < vocab_size:
+        notices.append(
+            f"the model has {vocab_size} token ids, its tokenizer {configure.tokenizer_size}: ids from "
+            f"{configure.tokenizer_size} on are never sampled; if the vocabulary was not padded, they do not match"
+        )
     dtype = choose_dtype(configure.dtype, checkpoint.dtype, kernels, device, notices)
     parameters = sum(parameter.numel() for parameter in checkpoint.model.parameters())
     place(checkpoint, kernels, device, dtype)
@@ -64,14 +69,7 @@ def load(configure: Configure) -> Loaded:
     block_size = choose_block_size(configure.kv_block_size, context_length)
     shapes = learn_shapes(checkpoint.model, device)
     blocks = choose_block_count(configure, shapes, dtype, block_size, context_length, device)
-    if blocks * block_size < context_length:
-        notices.append(
-            f"the KV cache holds {blocks * block_size} tokens, less than the context of {context_length}: no sequence "
-            "can be longer than the cache; raise --kv-cache-memory"
-        )
     cache = KVCache(shapes, blocks, block_size, dtype, device)
-    if not kernels.batch_invariant:
-        notices.append(f"operators {kernels.name!r}: a request's tokens may differ in their last bits in company")
     ready = Ready(
         vocab_size=vocab_size,
         parameters=parameters,
@@ -178,8 +176,10 @@ def _check_weights_fit(folder: Path, device: torch.device) -> None:
     files = [folder / WEIGHTS] if not (folder / INDEX).exists() else list(folder.glob("*.safetensors"))
     try:
         stored = sum(file.stat().st_size for file in files)
-    except OSError:
+    except FileNotFoundError:
         raise CheckpointError(f"checkpoint {folder}: {WEIGHTS} is missing") from None
+    except OSError as error:
+        raise CheckpointError(f"{error.filename} cannot be read: {error.strerror}") from None
     need, free = 2 * stored, available_memory()
     if device.type == "cpu" and need > free:
         raise ModelError(
