@@ -45,7 +45,6 @@ def load(configure: Configure) -> Loaded:
     """Load the checkpoint and size the cache. Raises ModelError (ConfigError, CheckpointError)."""
     device = choose_device(configure.device)
     threads = configure.threads or len(os.sched_getaffinity(0))
-    torch.set_num_threads(threads)
     library.set_threads(threads)
     _check_weights_fit(Path(configure.checkpoint), device)
     checkpoint = load_checkpoint(configure.checkpoint)
@@ -56,6 +55,8 @@ def load(configure: Configure) -> Loaded:
             f"only {vocab_size}; they do not belong together"
         )
     kernels = select_kernels(device)
+    # Beside our operators torch does little, and its threads would wait at barriers and keep cores busy meanwhile.
+    torch.set_num_threads(1 if kernels.batch_invariant else threads)
     notices = list(checkpoint.notices)
     if 0 < configure.tokenizer_size < vocab_size:
         notices.append(
