@@ -10,9 +10,16 @@ import asyncio
 import time
 from dataclasses import dataclass, field
 
-STALL_SECONDS = 60.0
-"""A write that takes longer than this, while more than PENDING_LIMIT bytes wait behind it, ends the request."""
-PENDING_LIMIT = 2**20
+
+@dataclass(frozen=True)
+class Patience:
+    """A write that takes longer than `seconds`, while more than `bytes` wait behind it, ends the request."""
+
+    seconds: float = 60.0
+    bytes: int = 2**20
+
+
+DEFAULT_PATIENCE = Patience()
 
 
 @dataclass(frozen=True)
@@ -37,14 +44,16 @@ class Batch:
 class Outbox:
     """Coalesces deltas. Adding never waits; `wait` returns when there is something to write or all is over."""
 
-    def __init__(self, rules: DeliveryRules) -> None:
+    def __init__(self, rules: DeliveryRules, patience: Patience = DEFAULT_PATIENCE) -> None:
         self._rules = rules
+        self._patience = patience
         self._pending = Batch()
         self._bytes = 0
         self._first_sent = False
         self._closed = False
         self._ready = asyncio.Event()
         self._write_began: float | None = None
+        self._writer: asyncio.Task[object] | None = None
 
     def add(self, token_id: int | None, text: str) -> None:
         """A step's outcome for the request: at most one token, and the text it completed."""
@@ -76,14 +85,22 @@ class Outbox:
         if not self._closed:
             self._ready.clear()
         self._write_began = time.monotonic()
+        self._writer = asyncio.current_task()
         return batch
 
     def written(self) -> None:
         self._write_began = None
 
+    def interrupt(self) -> None:
+        """Ends the wait for a reader that does not read: the write, if one lasts, is cancelled."""
+        if self._write_began is not None and self._writer is not None:
+            self._writer.cancel()
+
     def is_stalled(self, now: float) -> bool:
         """Whether the reader is so slow that the request should end."""
-        return self._bytes > PENDING_LIMIT and self._write_began is not None and now - self._write_began > STALL_SECONDS
+        if self._write_began is None:
+            return False
+        return self._bytes > self._patience.bytes and now - self._write_began > self._patience.seconds
 
     def _is_due(self) -> bool:
         if self._rules.final_only or not self._pending.token_count:

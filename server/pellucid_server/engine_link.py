@@ -1,4 +1,4 @@
-"""The frontend's end of the engine process: starts it, talks to it, and starts it again when it dies.
+"""The frontend's end of the engine process: starts it, talks to it, and starts it again when it dies or hangs.
 
 In come Submit and Abort messages; out go events: the engine is up (Ready), has done a step (StepDone), or is down.
 After "down" nothing that was sent before is known to the next engine. The engine reads the end of its socket when this
@@ -21,6 +21,7 @@ import msgspec
 from pellucid_server.engine.messages import (
     Abort,
     Configure,
+    Ping,
     Ready,
     StartFailed,
     StepDone,
@@ -30,6 +31,7 @@ from pellucid_server.engine.messages import (
 )
 from pellucid_server.errors import StartError
 from pellucid_server.logs import log
+from pellucid_server.watchdog import START_SECONDS, Watchdog
 
 ENGINE_COMMAND = (sys.executable, "-m", "pellucid_server.engine")
 """The number of the inherited socket follows as the last argument."""
@@ -51,16 +53,25 @@ class EngineEvents(Protocol):
     def engine_down(self) -> None: ...
 
     def engine_restarting(self, reason: str) -> None:
-        """A new engine is about to start. `reason` says how the last one ended: exit, signal or start_failed."""
+        """A new engine is about to start. `reason` says how the last one ended: exit, signal, hung or start_failed."""
         ...
 
 
 class EngineLink:
-    """One engine at a time. `run` for as long as the server lives."""
+    """One engine at a time. `run` for as long as the server lives. `timeout`, `start_timeout`: see watchdog."""
 
-    def __init__(self, events: EngineEvents, command: Sequence[str] = ENGINE_COMMAND) -> None:
+    def __init__(
+        self,
+        events: EngineEvents,
+        command: Sequence[str] = ENGINE_COMMAND,
+        timeout: float = 0.0,
+        start_timeout: float = START_SECONDS,
+    ) -> None:
         self._events = events
         self._command = tuple(command)
+        self._timeout = timeout
+        self._start_timeout = start_timeout
+        self._hung: str | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._up = False
@@ -71,7 +82,7 @@ class EngineLink:
         """Process id of the engine; 0 while there is none."""
         return self._process.pid if self._process is not None else 0
 
-    def send(self, message: Submit | Abort) -> None:
+    def send(self, message: Submit | Abort | Ping) -> None:
         """Never waits. Dropped while no engine is up: whoever listens submits again on "up"."""
         if self._up and self._writer is not None:
             self._writer.write(frame(message))
@@ -106,7 +117,23 @@ class EngineLink:
 
     async def _live(self, configure: Configure) -> str | None:
         """One engine's life, from start to the end of its messages. Returns why it refused to start, if it did."""
+        self._hung = None
+        watchdog = Watchdog(self._timeout, lambda: self.send(Ping()), self._start_timeout)
         reader = await self._spawn(configure)
+        watch = asyncio.create_task(self._watch(watchdog))
+        try:
+            return await self._listen(reader, watchdog)
+        finally:
+            watch.cancel()
+
+    async def _watch(self, watchdog: Watchdog) -> None:
+        """Kills an engine that hangs: its socket closes, and all goes on as after any other death."""
+        silence = await watchdog.until_hung()
+        self._hung = f"hung for {silence:g} s"
+        self.kill()
+
+    async def _listen(self, reader: asyncio.StreamReader, watchdog: Watchdog) -> str | None:
+        """Carries messages to the events until there are no more. Returns why the engine refused to start."""
         # What cannot be decoded comes from an engine that went wrong: as good as dead.
         with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError, msgspec.MsgspecError):
             first = await read_from_engine(reader)
@@ -114,10 +141,12 @@ class EngineLink:
                 return first.message
             if isinstance(first, Ready):
                 self._up = True
+                watchdog.engine_up(first.warm_up_seconds)
                 self._events.engine_up(first)
             while True:
                 message = await read_from_engine(reader)
                 if isinstance(message, StepDone):
+                    watchdog.hear(message.stats.step_seconds)
                     self._step(message)
         return None
 
@@ -154,10 +183,14 @@ class EngineLink:
         self.kill()
         await process.wait()
         self._process = None
+        if self._hung is not None:
+            return self._hung
         code = process.returncode or 0
         return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit {code}"
 
 
 def _first_start_failure(reason: str) -> str:
+    if reason.startswith("hung"):
+        return f"the engine process did not come up while it was loading the model ({reason}); its log may say why"
     hint = "perhaps memory ran out: lower --kv-cache-memory" if "SIGKILL" in reason else "its log above may say why"
     return f"the engine process ended while it was loading the model ({reason}); {hint}"

@@ -14,6 +14,9 @@ ServeError
 │   ├── ModelLoading
 │   └── EngineDown
 ├── DeadlineExceeded          DEADLINE_EXCEEDED
+├── Unauthenticated           UNAUTHENTICATED
+│   ├── TokenMissing                               the server wants a token
+│   └── TokenInvalid                               it does not know this one
 └── InternalError             INTERNAL             says the request id and nothing of the inside
     └── NonFiniteLogits
 """
@@ -101,6 +104,18 @@ class EngineDown(Unavailable):
 
 class DeadlineExceeded(ServeError):
     reason = "DEADLINE_EXCEEDED"
+
+
+class Unauthenticated(ServeError):
+    pass
+
+
+class TokenMissing(Unauthenticated):
+    reason = "TOKEN_MISSING"
+
+
+class TokenInvalid(Unauthenticated):
+    reason = "TOKEN_INVALID"
 
 
 class InternalError(ServeError):

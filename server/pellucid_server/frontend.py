@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from pellucid_model.tokenizers import Tokenizer, TokenizerError, load_tokenizer
 from pellucid_server.checkpoint_info import CheckpointInfo
+from pellucid_server.delivery import Patience
 from pellucid_server.engine.messages import Configure, Ready, StepDone
 from pellucid_server.engine_link import ENGINE_COMMAND, EngineLink
 from pellucid_server.errors import StartError
@@ -29,12 +30,14 @@ from pellucid_server.readiness import Readiness
 from pellucid_server.requests import RequestTable
 from pellucid_server.rpc.calls import Calls
 from pellucid_server.rpc.directory import Directory
+from pellucid_server.rpc.gate import Callers, Gate
 from pellucid_server.rpc.health import Health
 from pellucid_server.rpc.inference import InferenceService
 from pellucid_server.rpc.models import ModelService
 from pellucid_server.rpc.server import SERVICES, Methods, Service, add_services, new_server
 from pellucid_server.rpc.server_info import ServerService
 from pellucid_server.rpc.tokenizer import TokenizerService
+from pellucid_server.security import exposure, read_security
 from pellucid_server.served import ServedModel, served_model
 from pellucid_server.settings import Settings
 from pellucid_server.summary import Addresses, log_summary
@@ -57,7 +60,7 @@ class Package:
 
 
 class Frontend:
-    """All parts of one server. `run` is its life."""
+    """All parts of one server. `run` is its life. Raises StartError where its TLS or token files do not work."""
 
     def __init__(self, package: Package) -> None:
         settings = package.settings
@@ -68,15 +71,19 @@ class Frontend:
         self._ready: Ready | None = None
         self._tokenizer: Tokenizer | None = None
         self._longest_token = 0
-        self._link = EngineLink(self, package.engine_command)
+        self._link = EngineLink(self, package.engine_command, settings.engine_timeout_seconds)
         self._metrics = Metrics(package.checkpoint.name, lambda: self._link.pid)
         self._readiness = Readiness()
         self._readiness.listen(lambda ready: self._metrics.server_ready.set(ready))
         self._directory = Directory(self._readiness)
         max_live = settings.max_running + settings.max_queue
-        self._table = RequestTable(self._link, self._readiness, self._metrics, max_live)
+        patience = Patience(settings.slow_reader_seconds, settings.slow_reader_bytes)
+        self._table = RequestTable(self._link, self._readiness, self._metrics, max_live, patience)
         self._pool = TextPool(max_live)
         self._health = Health(self._readiness, SERVICES)
+        self._security = read_security(settings)
+        self._callers = Callers(self._security.tokens)
+        self._calls = Calls(self._instance_id, self._metrics, self._callers.identify)
         self._came_up = asyncio.Event()
         self._stop = asyncio.Event()
         self._stopped_at: float | None = None
@@ -84,8 +91,9 @@ class Frontend:
     async def run(self) -> None:
         """Serves until a signal. Raises StartError where it cannot start."""
         self._handle_signals()
-        server = new_server(self._settings.max_running + self._settings.max_queue)
-        port = bind_grpc(server, self._settings.listen)
+        gates = (Gate(self._callers, self._calls, self._metrics),) if self._security.tokens is not None else ()
+        server = new_server(self._settings.max_running + self._settings.max_queue, gates)
+        port = bind_grpc(server, self._settings.listen, self._security.credentials())
         metrics_server = serve_metrics(self._settings.metrics_listen, self._metrics.registry)
         addresses = Addresses.bound(self._settings, port, metrics_server)
         add_services(server, self._health, self._handlers())
@@ -113,7 +121,7 @@ class Frontend:
         self._ready = ready
         self._directory.set_model(self._served_model(ready))
         self._metrics.engine.ready(ready, self._package.version)
-        self._table.engine_up(ready)
+        self._table.engine_up()
         self._readiness.engine_up()
         self._came_up.set()
 
@@ -133,7 +141,6 @@ class Frontend:
         return served_model(self._settings, self._package.checkpoint, self._tokenizer, self._longest_token, ready)
 
     def _handlers(self) -> dict[str, Methods]:
-        calls = Calls(self._instance_id, self._metrics)
         info = ServerService(
             version=self._package.version,
             instance_id=self._instance_id,
@@ -149,7 +156,7 @@ class Frontend:
             ModelService(self._directory),
             info,
         )
-        return {name: service.handlers(calls) for name, service in zip(SERVICES, services, strict=True)}
+        return {name: service.handlers(self._calls) for name, service in zip(SERVICES, services, strict=True)}
 
     async def _start_engine(self) -> None:
         """The tokenizer first, so that a bad one is told before the model's long load."""
@@ -196,6 +203,8 @@ class Frontend:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
+        if self._security.tokens is not None:
+            loop.add_signal_handler(signal.SIGHUP, self._security.tokens.reload)
 
     def _on_signal(self, number: int) -> None:
         if self._stopped_at is None:
@@ -208,6 +217,8 @@ class Frontend:
     def _announce(self, addresses: Addresses) -> None:
         if self._ready is not None:
             log_summary(self._settings, self._package.checkpoint, self._directory.model(), self._ready, addresses)
+            for warning in exposure(self._settings):
+                log(logging.WARNING, warning)
 
 
 def _longest_token(tokenizer: Tokenizer | None) -> int:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pellucid_server.delivery import Outbox
 from pellucid_server.engine.messages import Sampling, Submit
 from pellucid_server.errors import ServeError
+from pellucid_server.kv.window import FULL, ContextWindow
 from pellucid_server.text.stream import TextStream
 
 
@@ -27,6 +28,9 @@ class Plan:
     eos_ids: list[int]
     stop_ids: list[int]
     max_length: int
+    overflow: str = "reject"
+    """The policy in force: "reject", "truncate", "roll" or "reencode"."""
+    context: ContextWindow = FULL
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,8 @@ class LiveRequest:
     deadline: float | None
     time_limit: float | None
     outbox: Outbox
+    caller: str = ""
+    """Whose it is, where callers can be told apart."""
     plan: Plan | None = None
     text: TextStream | None = None
     generated: list[int] = field(default_factory=list)
@@ -65,8 +71,20 @@ class LiveRequest:
     timer: asyncio.TimerHandle | None = None
 
 
-def submit_message(request: LiveRequest, plan: Plan, cache_tokens: int | None = None) -> Submit:
-    """The request as an engine needs it: whole, with what was made before; `cache_tokens` is a new engine's room."""
+def window_moves(request: LiveRequest, plan: Plan) -> int:
+    """How often the context window moved while the output was made."""
+    first = len(plan.prompt) - 1
+    return plan.context.moves(first, first + max(0, len(request.generated) - 1))
+
+
+def unseen_tokens(request: LiveRequest, plan: Plan) -> int:
+    """Tokens of prompt and output that the model does not see any more, or never saw, in the end."""
+    last = len(plan.prompt) - 1 + max(0, len(request.generated) - 1)
+    return plan.prompt_token_count - len(plan.prompt) + plan.context.unseen(last)
+
+
+def submit_message(request: LiveRequest, plan: Plan) -> Submit:
+    """The request as an engine needs it: whole, with what was made before."""
     return Submit(
         key=request.key,
         prompt=plan.prompt,
@@ -75,7 +93,8 @@ def submit_message(request: LiveRequest, plan: Plan, cache_tokens: int | None = 
         min_new_tokens=plan.min_new_tokens,
         eos_ids=plan.eos_ids,
         stop_ids=plan.stop_ids,
-        max_length=plan.max_length if cache_tokens is None else min(plan.max_length, cache_tokens),
+        max_length=plan.max_length,
+        context=plan.context,
         generated=list(request.generated),
         deadline=request.deadline,
         time_limit_at=None if request.time_limit is None else request.admitted_at + request.time_limit,

@@ -6,6 +6,7 @@ start, so its totals are added as differences and the counters here survive an e
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from importlib import metadata
 
@@ -23,6 +24,7 @@ REQUEST_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 
 LENGTH_BUCKETS = tuple(m * 10**e for e in range(6) for m in (1, 2, 5))
 STEP_BUCKETS = tuple(2**e for e in range(15))
 
+SLIDING_POLICIES = ("roll", "reencode")
 FINISH_REASONS = (
     *("eos", "stop_token", "stop_string", "max_new_tokens", "context_full", "time_limit", "cancelled"),
     *("client_cancelled", "deadline", "slow_consumer", "engine_down", "non_finite_logits", "shutdown", "engine_error"),
@@ -32,8 +34,10 @@ REJECTION_REASONS = (
     *("request_too_large", "queue_full", "draining", "model_loading", "engine_down", "deadline_exceeded"),
     "engine_error",
 )
-RESTART_REASONS = ("exit", "signal", "start_failed")
+RESTART_REASONS = ("exit", "signal", "start_failed", "hung")
 CANCELLATION_CAUSES = ("client", "deadline", "shutdown")
+COMMIT_VARIABLE = "PELLUCID_COMMIT"
+"""Environment variable in which an image may say what it was built from."""
 STEP_PHASES = ("prefill", "decode", "mixed")
 
 
@@ -66,6 +70,14 @@ class Metrics:
         self.rejections = {reason: self._rejections.labels(self._model, reason) for reason in REJECTION_REASONS}
         self._cancellations = self._counter("request_cancellations", "Requests ended from outside", "cause")
         self.cancellations = {cause: self._cancellations.labels(self._model, cause) for cause in CANCELLATION_CAUSES}
+        moves = self._counter("window_moves", "Moves of context windows, counted when a request ends", "policy")
+        self.window_moves = {policy: moves.labels(self._model, policy) for policy in SLIDING_POLICIES}
+        dropped = self._counter(
+            "dropped_context_tokens", "Tokens no longer seen by the model, counted when a request ends", "policy"
+        )
+        self.dropped_context_tokens = {
+            policy: dropped.labels(self._model, policy) for policy in ("truncate", *SLIDING_POLICIES)
+        }
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests that have run").labels(
             self._model
         )
@@ -78,6 +90,15 @@ class Metrics:
         ).labels(self._model)
         self.calls = Counter(
             "pellucid_requests", "Calls by method and status", ["method", "grpc_code"], registry=self.registry
+        )
+        self.errors = Counter(
+            "pellucid_errors",
+            "Calls that the server ended with an error",
+            ["grpc_code", "reason"],
+            registry=self.registry,
+        )
+        self.auth_failures = Counter(
+            "pellucid_auth_failures", "Calls without a token of this server's", registry=self.registry
         )
         self.server_ready = Gauge("pellucid_server_ready", "1 while requests are accepted", registry=self.registry)
         self.engine = EngineMetrics(self.registry, model_name)
@@ -130,8 +151,18 @@ class EngineMetrics:
             ["model_name"],
             registry=registry,
         ).labels(model_name)
+        self._gpu_memory = {
+            state: Gauge(
+                f"pellucid_gpu_memory_{state}_bytes",
+                f"GPU memory {state} by torch, missing without a GPU",
+                ["device"],
+                registry=registry,
+            )
+            for state in ("allocated", "reserved")
+        }
+        self._device = ""
         self._build = Gauge(
-            "pellucid_build_info", "Versions; always 1", ["version", "torch", "device"], registry=registry
+            "pellucid_build_info", "What runs; always 1", ["version", "torch", "device", "commit"], registry=registry
         )
         self._cache_config = Gauge(
             "pellucid_cache_config_info",
@@ -148,8 +179,9 @@ class EngineMetrics:
         self._used_blocks.set(0)
         self._free_blocks.set(ready.kv_block_count)
         self._usage.set(0)
+        self._device = ready.device
         self._build.clear()
-        self._build.labels(version, _torch_version(), ready.device).set(1)
+        self._build.labels(version, _torch_version(), ready.device, os.environ.get(COMMIT_VARIABLE, "")).set(1)
         self._cache_config.clear()
         self._cache_config.labels(self._model, str(ready.kv_block_size), str(ready.kv_block_count)).set(1)
 
@@ -159,6 +191,8 @@ class EngineMetrics:
         self._used_blocks.set(0)
         self._free_blocks.set(0)
         self._usage.set(0)
+        for gauge in self._gpu_memory.values():
+            gauge.clear()
 
     def step(self, stats: Stats, wall_time: float) -> None:
         """One snapshot. `wall_time` is the Unix time at which it came in."""
@@ -170,6 +204,9 @@ class EngineMetrics:
         self._totals = (stats.preemptions_total, stats.prefill_tokens_total)
         self._preemptions.inc(stats.preemptions_total - preemptions)
         self._prefill_tokens.inc(stats.prefill_tokens_total - prefill_tokens)
+        if stats.gpu_reserved_bytes:
+            self._gpu_memory["allocated"].labels(self._device).set(stats.gpu_allocated_bytes)
+            self._gpu_memory["reserved"].labels(self._device).set(stats.gpu_reserved_bytes)
         if stats.step_phase != "idle":
             self._phases[stats.step_phase].observe(stats.step_seconds)
             self._batch_size.observe(stats.step_sequences)

@@ -143,6 +143,11 @@ class Text:
 
 
 @dataclass(frozen=True)
+class FileName(Text):
+    """The name of a file, which is read later."""
+
+
+@dataclass(frozen=True)
 class Address:
     """Where to listen. An IPv6 host is written in brackets; port 0 takes a free one."""
 

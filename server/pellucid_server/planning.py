@@ -1,6 +1,6 @@
-"""From a prompt's tokens and a request's wishes to the engine's orders: room, truncation, lengths (design: long input).
+"""From a prompt's tokens and a request's wishes to the engine's orders: room, truncation, windows, lengths.
 
-N is the trained context, C what the KV cache holds, L = min(N, C); a prompt has n tokens.
+N is the trained context, C what the KV cache holds; a prompt has n tokens.
 """
 
 from __future__ import annotations
@@ -9,8 +9,28 @@ from dataclasses import dataclass
 
 from pellucid_server.engine.messages import Sampling
 from pellucid_server.errors import InvalidRequest, PromptTooLong, RequestTooLarge, Violation
+from pellucid_server.kv.window import FULL, ContextWindow
 from pellucid_server.live_request import Plan
 from pellucid_server.served import ServedModel
+
+ROLL_SINKS = 4
+"""First tokens that ROLL keeps unless told otherwise."""
+HOPS_PER_WINDOW = 4
+"""REENCODE drops this share of its window at a time unless told otherwise."""
+
+
+@dataclass(frozen=True)
+class ContextWish:
+    """A context policy as asked for: "reject", "truncate", "roll" or "reencode"; None: the default of that number."""
+
+    overflow: str
+    window: int | None = None
+    sinks: int | None = None
+    hop: int | None = None
+
+    @property
+    def slides(self) -> bool:
+        return self.overflow in ("roll", "reencode")
 
 
 @dataclass(frozen=True)
@@ -24,33 +44,61 @@ class Wishes:
     min_new_tokens: int
     stop_ids: tuple[int, ...]
     ignore_eos: bool
-    overflow: str
+    context: ContextWish
 
 
 def make_plan(model: ServedModel, wishes: Wishes, prompt: list[int]) -> Plan:
-    """Raises InvalidRequest for an empty prompt, PromptTooLong beyond N, RequestTooLarge beyond C."""
+    """Raises InvalidRequest for an empty prompt or window, PromptTooLong beyond N, RequestTooLarge beyond C."""
     if not prompt:
         raise InvalidRequest([Violation(wishes.prompt_field, "comes to 0 tokens; accepted: 1 token or more")])
-    kept = prompt
-    if wishes.overflow == "truncate":
+    kept, context = prompt, context_window(model, wishes.context, prompt)
+    if wishes.context.overflow == "truncate":
         kept = prompt[-kept_by_truncation(model.context_length, wishes.max_new_tokens) :]
-    check_room(model, wishes, len(kept))
+    check_room(model, wishes, len(kept), context)
+    longest = len(kept) + wishes.max_new_tokens if wishes.context.slides else model.context_length
     return Plan(
         prompt=kept,
         prompt_token_count=len(prompt),
-        dropped_token_count=len(prompt) - len(kept),
+        dropped_token_count=len(prompt) - len(kept) + context.unseen(len(kept) - 1),
         sampling=wishes.sampling,
         max_new_tokens=wishes.max_new_tokens,
         min_new_tokens=wishes.min_new_tokens,
         eos_ids=[] if wishes.ignore_eos else list(model.eos_ids),
         stop_ids=list(wishes.stop_ids),
-        max_length=model.max_length,
+        max_length=longest if model.can_hold(context, longest) else min(longest, model.cache_tokens),
+        overflow=wishes.context.overflow,
+        context=context,
     )
+
+
+def context_window(model: ServedModel, wish: ContextWish, prompt: list[int]) -> ContextWindow:
+    """The policy with its numbers. Raises InvalidRequest where they do not fit together.
+
+    Unset: S = 4 under ROLL, under REENCODE 1 where the prompt begins with BOS, else 0; W = N - S; hop = W / 4.
+    """
+    if not wish.slides:
+        return FULL
+    length = model.context_length
+    sinks = wish.sinks
+    if sinks is None:
+        wanted = ROLL_SINKS if wish.overflow == "roll" else int(prompt[0] == model.bos_id)
+        sinks = max(0, min(wanted, length - (wish.window or 1)))
+    window = length - sinks if wish.window is None else wish.window
+    if not (window >= 1 and sinks + window <= length):
+        text = f"{window} with {sinks} sinks is not accepted; accepted: 1 or more, with the sinks at most {length}"
+        raise InvalidRequest([Violation("context.window_tokens", text)])
+    if wish.overflow == "roll":
+        return ContextWindow("roll", sinks, window)
+    hop = max(1, window // HOPS_PER_WINDOW) if wish.hop is None else wish.hop
+    if not 1 <= hop <= window:
+        text = f"{hop} is not accepted; accepted: 1 to the window, which is {window}"
+        raise InvalidRequest([Violation("context.hop_tokens", text)])
+    return ContextWindow("reencode", sinks, window, hop)
 
 
 def check_text_size(model: ServedModel, wishes: Wishes, text: str) -> None:
     """Refuses, before any work, a text that comes to more than N tokens even if each were the longest there is."""
-    if wishes.overflow == "reject" and model.longest_token > 0:
+    if wishes.context.overflow == "reject" and model.longest_token > 0:
         least = -(-len(text.encode()) // model.longest_token)
         if least > model.context_length:
             description = f"has at least {least} tokens; the context is {model.context_length} tokens"
@@ -67,16 +115,17 @@ def effective_max_new_tokens(plan: Plan) -> int:
     return min(plan.max_new_tokens, plan.max_length - len(plan.prompt))
 
 
-def check_room(model: ServedModel, wishes: Wishes, prompt_tokens: int) -> None:
-    """A prompt must fit, and leave room for one token unless none is asked for."""
+def check_room(model: ServedModel, wishes: Wishes, prompt_tokens: int, context: ContextWindow = FULL) -> None:
+    """A prompt must fit, or its window must, and leave room for one token unless none is asked for."""
     needed = prompt_tokens + (1 if wishes.max_new_tokens > 0 else 0)
-    if needed > model.context_length:
+    if context.kind == "full" and needed > model.context_length:
         text = f"has {prompt_tokens} tokens; the context is {model.context_length} tokens"
         if prompt_tokens == model.context_length:
             text += " and leaves no room for a new one; max_new_tokens = 0 is accepted"
         raise PromptTooLong([Violation(wishes.prompt_field, text)])
-    if needed > model.cache_tokens:
+    if not model.can_hold(context, needed):
+        window = f", nor does a window of {context.span} tokens" if context.span else ""
         raise RequestTooLarge(
-            f"{prompt_tokens} prompt tokens and {needed - prompt_tokens} new ones do not fit: the KV cache holds "
-            f"{model.cache_tokens} tokens in all"
+            f"{prompt_tokens} prompt tokens and {needed - prompt_tokens} new ones do not fit{window}: the KV cache "
+            f"holds {model.cache_tokens} tokens in all"
         )

@@ -14,11 +14,15 @@ from pellucid_server.errors import StartError
 from pellucid_server.options import Address
 
 
-def bind_grpc(server: grpc.aio.Server, address: Address) -> int:
-    """The port that was bound; raises StartError."""
+def bind_grpc(server: grpc.aio.Server, address: Address, credentials: grpc.ServerCredentials | None = None) -> int:
+    """The port that was bound, with TLS where there are credentials; raises StartError."""
     _check_free(address, "--listen")
     try:
-        port: int = server.add_insecure_port(str(address))
+        port: int = (
+            server.add_insecure_port(str(address))
+            if credentials is None
+            else server.add_secure_port(str(address), credentials)
+        )
     except RuntimeError:
         raise StartError(f"cannot listen on {address}; choose another --listen") from None
     return port

@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from pellucid_server import errors
-from pellucid_server.delivery import DeliveryRules, Outbox
-from pellucid_server.engine.messages import Abort, Progress, Ready, Stats, StepDone, Submit
-from pellucid_server.live_request import End, LiveRequest, Plan, submit_message
+from pellucid_server.delivery import DEFAULT_PATIENCE, DeliveryRules, Outbox, Patience
+from pellucid_server.engine.messages import Abort, Progress, Stats, StepDone, Submit
+from pellucid_server.live_request import End, LiveRequest, Plan, submit_message, unseen_tokens, window_moves
 from pellucid_server.logs import LOGGER
 from pellucid_server.metrics import Metrics
 from pellucid_server.readiness import Readiness
@@ -26,6 +26,15 @@ from pellucid_server.text.stream import TextStream
 
 MAX_DEATHS = 3
 """Engine deaths in a row without a token for a request, after which the request is given up."""
+
+
+DEADLINE_SLACK = 0.05
+"""Seconds by which a client that gives up at its deadline may be ahead of the server, whose clock began later."""
+
+
+def is_expired(deadline: float | None) -> bool:
+    """Whether a call that its client has ended, ended at its deadline (monotonic clock)."""
+    return deadline is not None and time.monotonic() >= deadline - DEADLINE_SLACK
 
 
 class EnginePort(Protocol):
@@ -37,14 +46,23 @@ class EnginePort(Protocol):
 class RequestTable:
     """All live requests. `max_live` bounds them: those that run and those that wait."""
 
-    def __init__(self, engine: EnginePort, readiness: Readiness, metrics: Metrics, max_live: int) -> None:
+    def __init__(
+        self,
+        engine: EnginePort,
+        readiness: Readiness,
+        metrics: Metrics,
+        max_live: int,
+        patience: Patience = DEFAULT_PATIENCE,
+    ) -> None:
         self._engine = engine
         self._readiness = readiness
         self._metrics = metrics
         self._max_live = max_live
+        self._patience = patience
         self._keys = itertools.count(1)
         self._live: dict[int, LiveRequest] = {}
-        self._by_id: dict[str, LiveRequest] = {}
+        self._by_id: dict[tuple[str, str], LiveRequest] = {}
+        """By caller and request id: what others are doing shows in neither refusals nor Cancel."""
         self._streams: set[LiveRequest] = set()
         self._no_streams = asyncio.Event()
         self._no_streams.set()
@@ -52,7 +70,13 @@ class RequestTable:
         """The engine's last snapshot; None while there is no engine."""
 
     def admit(
-        self, request_id: str, rules: DeliveryRules, *, deadline: float | None, time_limit: float | None
+        self,
+        request_id: str,
+        rules: DeliveryRules,
+        *,
+        deadline: float | None,
+        time_limit: float | None,
+        caller: str = "",
     ) -> LiveRequest:
         """Takes a place. Raises Unavailable, DeadlineExceeded, RequestIdInUse or QueueFull.
 
@@ -62,13 +86,15 @@ class RequestTable:
         self._readiness.require_ready()
         if deadline is not None and not now < deadline:
             raise errors.DeadlineExceeded("the deadline had passed when the request came in")
-        if request_id in self._by_id:
+        if (caller, request_id) in self._by_id:
             raise errors.RequestIdInUse(f"request_id {request_id!r} is in use by a request in flight")
         if not len(self._live) < self._max_live:
             raise errors.QueueFull(f"{self._max_live} requests are running or waiting; try again later")
-        request = LiveRequest(next(self._keys), request_id, now, deadline, time_limit, Outbox(rules))
+        request = LiveRequest(
+            next(self._keys), request_id, now, deadline, time_limit, Outbox(rules, self._patience), caller
+        )
         self._live[request.key] = request
-        self._by_id[request_id] = request
+        self._by_id[caller, request_id] = request
         self._streams.add(request)
         self._no_streams.clear()
         if time_limit is not None:
@@ -88,9 +114,9 @@ class RequestTable:
         """Counts a Generate call that was not admitted."""
         self._metrics.rejections[error.reason.lower()].inc()
 
-    def cancel(self, request_id: str) -> bool:
-        """The Cancel call: the stream ends OK as cancelled. False where no such request is in flight."""
-        request = self._by_id.get(request_id)
+    def cancel(self, request_id: str, caller: str = "") -> bool:
+        """The Cancel call: the stream ends OK as cancelled. False where the caller has no such request in flight."""
+        request = self._by_id.get((caller, request_id))
         if request is None:
             return False
         self._metrics.cancellations["client"].inc()
@@ -99,7 +125,7 @@ class RequestTable:
 
     def abandon(self, request: LiveRequest) -> None:
         """The call is over on the client's side: it was cancelled, lost, or ran into its deadline."""
-        expired = request.deadline is not None and time.monotonic() >= request.deadline
+        expired = is_expired(request.deadline)
         cause = "deadline" if expired else "client"
         if request.end is None:
             self._metrics.cancellations[cause].inc()
@@ -125,13 +151,13 @@ class RequestTable:
             self._metrics.cancellations["shutdown"].inc()
             self.fail(request, errors.Draining("the server shut down before the request was done"))
 
-    def engine_up(self, ready: Ready) -> None:
+    def engine_up(self) -> None:
         """A new engine takes over every request that has a plan, each where it stood."""
         for request in list(self._live.values()):
             if request.plan is not None:
                 request.recoveries += 1
                 self._metrics.streams_recovered.inc()
-                self._engine.send(submit_message(request, request.plan, ready.kv_block_size * ready.kv_block_count))
+                self._engine.send(submit_message(request, request.plan))
 
     def engine_down(self) -> None:
         """The engine died. Requests wait for the next one, unless engines keep dying on them."""
@@ -190,6 +216,7 @@ class RequestTable:
         if finished is None:
             if request.outbox.is_stalled(time.monotonic()):
                 self.fail(request, errors.SlowConsumer("the stream was not read for too long while output piled up"))
+                request.outbox.interrupt()
         elif finished.kind == "non_finite":
             self._metrics.non_finite_logits.inc()
             message = f"the model's logits are not finite; request {request.request_id!r} cannot go on"
@@ -236,7 +263,7 @@ class RequestTable:
             return
         request.end = end
         del self._live[request.key]
-        del self._by_id[request.request_id]
+        del self._by_id[request.caller, request.request_id]
         if request.timer is not None:
             request.timer.cancel()
         if request.plan is not None and not engine_knows:
@@ -257,6 +284,7 @@ class RequestTable:
         metrics.request_generated_tokens.observe(len(request.generated))
         if request.plan is not None:
             metrics.request_prompt_tokens.observe(request.plan.prompt_token_count)
+            self._count_windows(request, request.plan)
         if request.first_token_at is None or request.last_token_at is None:
             return
         if request.first_scheduled_at is not None:
@@ -265,6 +293,12 @@ class RequestTable:
         metrics.decode_time.observe(decode_time)
         if len(request.generated) > 1:
             metrics.time_per_output_token.observe(decode_time / (len(request.generated) - 1))
+
+    def _count_windows(self, request: LiveRequest, plan: Plan) -> None:
+        if plan.overflow in self._metrics.window_moves:
+            self._metrics.window_moves[plan.overflow].inc(window_moves(request, plan))
+        if plan.overflow in self._metrics.dropped_context_tokens:
+            self._metrics.dropped_context_tokens[plan.overflow].inc(unseen_tokens(request, plan))
 
     def _update_gauges(self) -> None:
         self._metrics.requests_running.set(self.running_count)

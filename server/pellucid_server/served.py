@@ -10,6 +10,7 @@ from typing import TypeVar
 from pellucid_model.tokenizers import Tokenizer
 from pellucid_server.checkpoint_info import CheckpointInfo, SamplingDefaults
 from pellucid_server.engine.messages import Ready
+from pellucid_server.kv.window import ContextWindow
 from pellucid_server.settings import Settings
 
 T = TypeVar("T")
@@ -35,20 +36,33 @@ class ServedModel:
     eos_ids: tuple[int, ...]
     context_length: int
     """Trained context N in tokens."""
-    cache_tokens: int
-    """Tokens that the whole KV cache holds."""
+    block_size: int
+    """Tokens per KV block."""
+    block_count: int
+    native_window: int
+    """The widest window of a model all of whose layers have one; else 0."""
+    can_roll: bool
+    """Whether the model's positions allow a rolling window."""
     longest_token: int
     """Bytes of the tokenizer's longest token; 0 without a tokenizer."""
     sampling: DefaultSampling
     default_max_new_tokens: int
     max_new_tokens_limit: int
     overflow: str
-    """ "reject" or "truncate"."""
+    """The policy where a request names none: "auto", "reject", "truncate", "roll" or "reencode"."""
 
     @property
-    def max_length(self) -> int:
-        """Longest sequence, prompt and output together."""
-        return min(self.context_length, self.cache_tokens)
+    def bos_id(self) -> int | None:
+        return None if self.tokenizer is None else self.tokenizer.bos_id
+
+    @property
+    def cache_tokens(self) -> int:
+        """Tokens that the whole KV cache holds."""
+        return self.block_size * self.block_count
+
+    def can_hold(self, context: ContextWindow, length: int) -> bool:
+        """Whether the KV cache is large enough for a sequence of `length` tokens, or for its window."""
+        return context.blocks_needed(length, self.block_size, self.native_window) <= self.block_count
 
 
 def served_model(
@@ -62,7 +76,10 @@ def served_model(
         vocab_size=ready.vocab_size,
         eos_ids=tuple(sorted(token_id for token_id in eos_ids if token_id < ready.vocab_size)),
         context_length=ready.context_length,
-        cache_tokens=ready.kv_block_size * ready.kv_block_count,
+        block_size=ready.kv_block_size,
+        block_count=ready.kv_block_count,
+        native_window=ready.native_window,
+        can_roll=ready.position_scheme != "absolute",
         longest_token=longest_token,
         sampling=default_sampling(
             SamplingDefaults(

@@ -20,6 +20,7 @@ from typing import Any
 from pellucid_server.options import (
     Address,
     Choice,
+    FileName,
     Integer,
     ListenAddress,
     Number,
@@ -88,9 +89,9 @@ class Settings:
     default_max_new_tokens: int = _setting(256, Integer(1, 2**31 - 1), "max_new_tokens of requests that set none")
     max_new_tokens_limit: int = _setting(16384, Integer(1, 2**31 - 1), "largest max_new_tokens a request may ask for")
     context_overflow: str = _setting(
-        "reject",
-        Choice(("reject", "truncate")),
-        "prompts longer than the context: refuse them, or drop their oldest tokens; a request may choose otherwise",
+        "auto",
+        Choice(("auto", "reject", "truncate", "roll", "reencode")),
+        "what happens when prompt and output pass the context, where a request does not say; see docs/windows.md",
     )
     default_temperature: float | None = _setting(
         None, TEMPERATURE, "temperature of requests that set none", default_text="the model's, else 1"
@@ -107,7 +108,37 @@ class Settings:
     model_name: str | None = _setting(
         None, Text("a name"), "name under which the model is served", default_text="the folder's name"
     )
+    tls_certificate: str | None = _setting(
+        None,
+        FileName("a PEM file"),
+        "serve gRPC over TLS with this certificate, its issuers below it; read again when it changes",
+        default_text="none: no TLS",
+    )
+    tls_key: str | None = _setting(
+        None, FileName("a PEM file"), "private key of the certificate, without a passphrase", default_text="none"
+    )
+    tls_client_ca: str | None = _setting(
+        None,
+        FileName("a PEM file"),
+        "let in only clients with a certificate from one of these authorities",
+        default_text="none: no client certificates",
+    )
+    auth_token_file: str | None = _setting(
+        None,
+        FileName("a file with one token a line"),
+        "let in only callers with one of these bearer tokens; read again when it changes",
+        default_text="none: no tokens",
+    )
     drain_seconds: float = _setting(30.0, Number(0, 86400), "on SIGTERM, how long running requests may go on")
+    engine_timeout_seconds: float = _setting(
+        60.0, Number(0, 86400), "an engine that is silent for so long is killed and started again; 0 = off"
+    )
+    slow_reader_seconds: float = _setting(
+        60.0, Number(0, 86400), "how long a stream may go unread while more than slow-reader-bytes wait"
+    )
+    slow_reader_bytes: int = _setting(
+        2**20, Size(0, 2**40), "output that may wait for a slow reader for ever", default_text="1MiB"
+    )
     log_level: str = _setting("info", Choice(("debug", "info", "warning", "error")), "least level that is logged")
     log_format: str = _setting("text", Choice(("text", "json")), "one line of text or one JSON object per event")
 
@@ -128,7 +159,18 @@ def load_settings(argv: Sequence[str], environ: Mapping[str, str] | None = None)
             f"default-max-new-tokens = {settings.default_max_new_tokens} is above "
             f"max-new-tokens-limit = {settings.max_new_tokens_limit}; lower the first or raise the second"
         )
+    _check_tls(settings)
     return settings
+
+
+def _check_tls(settings: Settings) -> None:
+    """Raises SettingsError for a part of TLS without the others: it must never come to none at all."""
+    certificate, key = settings.tls_certificate, settings.tls_key
+    if (certificate is None) != (key is None):
+        given, missing = ("tls-key", "tls-certificate") if certificate is None else ("tls-certificate", "tls-key")
+        raise SettingsError(f"{given} = {certificate or key!r} needs {missing} too")
+    if settings.tls_client_ca is not None and certificate is None:
+        raise SettingsError(f"tls-client-ca = {settings.tls_client_ca!r} needs tls-certificate and tls-key too")
 
 
 def _fields() -> dict[str, dataclasses.Field[Any]]:
@@ -199,6 +241,8 @@ def _metavar(option: Option) -> str:
             return "|".join(option.words)
         case ListenAddress():
             return "HOST:PORT"
+        case FileName():
+            return "FILE"
         case Size():
             return "SIZE"
         case Integer():

@@ -82,6 +82,8 @@ class Scripted(inference_pb2_grpc.InferenceServiceServicer):
     unary: Callable[[grpc.ServicerContext], None] = lambda context: None
     requests: list[Any] = field(default_factory=list)
     address: str = ""
+    model_name: str = "scripted"
+    tokenizer_sha256: str = ""
     health: health.HealthServicer = field(default_factory=health.HealthServicer)
 
     def Generate(
@@ -129,11 +131,11 @@ class _Rest(
         self, request: model_pb2.ListModelsRequest, context: grpc.ServicerContext
     ) -> model_pb2.ListModelsResponse:
         self.script.seen(request, context)
-        return model_pb2.ListModelsResponse(models=[_model("scripted")])
+        return model_pb2.ListModelsResponse(models=[_model(self.script)])
 
     def GetModel(self, request: model_pb2.GetModelRequest, context: grpc.ServicerContext) -> model_pb2.GetModelResponse:
         self.script.seen(request, context)
-        return model_pb2.GetModelResponse(model=_model(request.name or "scripted"))
+        return model_pb2.GetModelResponse(model=_model(self.script, request.name))
 
     def GetServerInfo(
         self, request: server_pb2.GetServerInfoRequest, context: grpc.ServicerContext
@@ -146,9 +148,13 @@ class _Rest(
         return server_pb2.GetLoadResponse(running_request_count=2, kv_block_count=64)
 
 
-def _model(name: str) -> model_pb2.Model:
+def _model(script: Scripted, name: str = "") -> model_pb2.Model:
     return model_pb2.Model(
-        name=name, vocab_size=100, eos_token_ids=[2], default_sampling=types_pb2.SamplingParams(temperature=0.0)
+        name=name or script.model_name,
+        vocab_size=100,
+        eos_token_ids=[2],
+        default_sampling=types_pb2.SamplingParams(temperature=0.0),
+        tokenizer_sha256=script.tokenizer_sha256,
     )
 
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from importlib.metadata import EntryPoint
-from pathlib import Path
 
 import grpc
 import pytest
@@ -20,12 +19,21 @@ from grpc_health.v1 import health_pb2
 import pellucid_client
 from pellucid.v1 import inference_pb2
 from pellucid_client import cli
+from pellucid_client.commands import dispatch
 
 from .conftest import Scripted, answer, fail
 from .test_client import Endless
 from .test_errors import free_address
 
 COMMAND = [sys.executable, "-m", "pellucid_client.cli"]
+
+
+@pytest.fixture(autouse=True)
+def usual_interrupts() -> Iterator[None]:
+    """`main` leaves its own handler behind, as its process is about to end."""
+    usual = signal.getsignal(signal.SIGINT)
+    yield
+    signal.signal(signal.SIGINT, usual)
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -89,7 +97,7 @@ def test_every_flag_reaches_its_field(scripted: Scripted) -> None:
         output=inference_pb2.OutputOptions(keep_special_tokens=True),
         context=inference_pb2.ContextPolicy(overflow=inference_pb2.CONTEXT_OVERFLOW_TRUNCATE),
     )
-    assert scripted.requests == [expected]
+    assert scripted.requests[-1] == expected
 
 
 def test_json_echo_and_usage(scripted: Scripted) -> None:
@@ -106,40 +114,6 @@ def test_json_echo_and_usage(scripted: Scripted) -> None:
     assert done.stderr.decode() == (
         "prompt 3 tokens, output 2 tokens, finish eos 2, first token none, total 1500.0 ms, seed 7, request assigned\n"
     )
-
-
-def mirror(
-    request: inference_pb2.GenerateRequest, context: grpc.ServicerContext
-) -> Iterator[inference_pb2.GenerateResponse]:
-    """Answers with the prompt; the earlier the prompt, the later the answer."""
-    if request.text == "bad":
-        fail(context, grpc.StatusCode.INVALID_ARGUMENT, "no good", [ErrorInfo(reason="PROMPT_TOO_LONG")])
-    time.sleep(0.2 / (1 + len(request.text)))
-    yield from answer(f"<{request.text}>")(request, context)
-
-
-def test_a_file_of_prompts_is_answered_in_its_order(scripted: Scripted, tmp_path: Path) -> None:
-    scripted.generate = mirror
-    prompts = [f"{'x' * n}" for n in range(1, 21)]
-    path = tmp_path / "prompts.txt"
-    path.write_text("\r\n\n".join(prompts), encoding="utf-8", newline="")
-    done = pellucid("generate", "--file", str(path), "--concurrency", "4", server=scripted.address)
-    assert done.returncode == 0
-    assert done.stdout.decode().split() == [f"<{prompt}>" for prompt in prompts]
-
-
-def test_a_prompt_that_fails_does_not_hold_up_the_others(scripted: Scripted) -> None:
-    scripted.generate = mirror
-    done = pellucid("generate", "--file", "-", stdin=b"a\n\nbad\nb\n", server=scripted.address)
-    assert (done.returncode, done.stdout) == (1, b"<a>\n<b>\n")
-    assert done.stderr == b"pellucid: -, line 3: no good\n"
-
-    done = pellucid("generate", "--file", "-", "--json", stdin=b"a\nbad\nb\n", server=scripted.address)
-    lines = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [line["line"] for line in lines] == [1, 2, 3]
-    assert lines[1]["error"] == {"code": "INVALID_ARGUMENT", "reason": "PROMPT_TOO_LONG", "message": "no good"}
-    assert [lines[0]["text"], lines[2]["text"]] == ["<a>", "<b>"]
-    assert done.returncode == 1
 
 
 def test_tokenize_and_detokenize(scripted: Scripted) -> None:
@@ -159,10 +133,57 @@ def test_info(scripted: Scripted) -> None:
     assert scripted.address in text
     assert "9.8.7" in text
     assert "1024 tokens (64 blocks of 16)" in text
+    assert "at most 0 tokens a request; where the window slides, past the context too" in text
     found = json.loads(pellucid("info", "--json", server=scripted.address).stdout)
     assert found["server"]["version"] == "9.8.7"
     assert [model["name"] for model in found["models"]] == ["scripted"]
     assert found["load"]["running_request_count"] == 2
+
+
+def test_ids_are_printed_where_there_is_no_tokenizer(scripted: Scripted) -> None:
+    scripted.generate = answer("", "", "")
+    assert pellucid("generate", "--token-ids", "7,8", server=scripted.address).stdout == b"1 2 3\n"
+    assert pellucid("generate", "--token-ids", "7,8", "--echo", server=scripted.address).stdout == b"7 8 1 2 3\n"
+    done = pellucid("generate", "--token-ids", "7,8", "--json", server=scripted.address)
+    assert json.loads(done.stdout)["token_ids"] == [1, 2, 3]
+    scripted.tokenizer_sha256 = "0" * 64
+    scripted.generate = answer("a", "", "b")
+    assert pellucid("generate", "--token-ids", "7,8", server=scripted.address).stdout == b"ab\n"
+
+
+def test_an_answer_that_somebody_else_cancelled(scripted: Scripted) -> None:
+    scripted.generate = answer("今天", reason=inference_pb2.FINISH_REASON_CANCELLED)
+    for flags in ([], ["--json"]):
+        done = pellucid("generate", "x", "--request-id", "r", *flags, server=scripted.address)
+        assert done.returncode == 3
+        assert "今天" in done.stdout.decode()
+        assert done.stderr == b"pellucid: request r was cancelled from elsewhere; its text ends early\n"
+
+
+def test_floats_are_as_short_as_they_were_given(scripted: Scripted) -> None:
+    def generate(
+        request: inference_pb2.GenerateRequest, context: grpc.ServicerContext
+    ) -> Iterator[inference_pb2.GenerateResponse]:
+        for message in answer("x")(request, context):
+            message.prompt.effective_sampling.MergeFrom(request.sampling)
+            yield message
+
+    scripted.generate = generate
+    flags = ["--temperature", "0.8", "--top-p", "0.9999999", "--min-p", "1e-30"]
+    done = pellucid("generate", "x", "--json", *flags, server=scripted.address)
+    for part in ('"temperature": 0.8,', '"top_p": 0.9999999,', '"min_p": 1e-30,'):
+        assert part in done.stdout.decode()
+
+
+def test_control_characters_in_names_are_escaped(scripted: Scripted) -> None:
+    scripted.model_name = "red \x1b[31m\u202emodel\n"
+    done = pellucid("info", server=scripted.address)
+    assert r"red \x1b[31m\u202emodel\n" in done.stdout.decode()
+    done = pellucid("generate", "x", "--show-usage", "--request-id", "a\x1b[2J", server=scripted.address)
+    assert done.stderr.endswith(b", request a\\x1b[2J\n")
+    scripted.generate = lambda request, context: fail(context, grpc.StatusCode.INTERNAL, "a\x9b\nb", [])
+    assert pellucid("generate", "x", server=scripted.address).stderr == b"pellucid: a\\x9b b [INTERNAL]\n"
+    assert b"\x1b" not in pellucid("generate", "x", "--\x1b[31m").stderr
 
 
 def test_health_and_cancel_speak_by_exit_code(scripted: Scripted) -> None:
@@ -198,6 +219,14 @@ def test_errors_are_one_line(scripted: Scripted) -> None:
     assert done.stderr == b"pellucid: 288 requests in flight; try again in 2 s [QUEUE_FULL]\n"
 
 
+@pytest.mark.parametrize("timeout", ["1e10", "1e300", "inf"])
+def test_a_very_long_timeout_is_none(scripted: Scripted, timeout: str) -> None:
+    for command in (["generate", "x"], ["info"], ["health"], ["tokenize", "x"]):
+        done = pellucid(*command, "--timeout", timeout, server=scripted.address)
+        assert (done.returncode, done.stderr) == (0, b"")
+    assert pellucid("health", "--wait", timeout, server=scripted.address).returncode == 0
+
+
 def test_no_server(scripted: Scripted) -> None:
     address = free_address()
     for command in (["generate", "x"], ["info"], ["health"]):
@@ -221,6 +250,10 @@ def test_no_server(scripted: Scripted) -> None:
         (["generate", "--token-ids", "1,x"], "1,x"),
         (["generate", "--file", "f", "--concurrency", "0"], "--concurrency"),
         (["cancel"], "ID"),
+        (["info", "--timeout", "nan"], "greater than 0"),
+        (["info", "--timeout", "0"], "greater than 0"),
+        (["info", "--server", "nonsense"], "--server: 'nonsense' is not accepted; accepted: HOST:PORT"),
+        (["info", "--server", ""], "--server: '' is not accepted; accepted: HOST:PORT"),
     ],
 )
 def test_a_wrong_command_line_exits_2(arguments: list[str], part: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -236,7 +269,14 @@ def test_a_wrong_command_line_exits_2(arguments: list[str], part: str, capsys: p
         (["generate", "--file", "/nonexistent"], b"", "--file /nonexistent: No such file"),
         (["generate", "--file", "-"], b"\xff\n", "--file -: not UTF-8"),
         (["generate"], b"a\xff\n", "standard input is not UTF-8"),
-        (["generate", "x", "--top-k", "-1"], b"", "sampling.top_k: cannot hold -1"),
+        (["generate", "x", "--top-k", "-1"], b"", "sampling.top_k: -1 is not accepted; accepted: a whole"),
+        (
+            ["generate", "x", "--seed", "-1"],
+            b"",
+            "sampling.seed: -1 is not accepted; accepted: a whole number from 0 to",
+        ),
+        (["generate", "--token-ids", "-1"], b"", "token_ids.ids: [-1] is not accepted; accepted: a list, each a whole"),
+        (["generate", "x", "--time-limit", "inf"], b"", "stopping.time_limit: inf is not accepted; accepted: a number"),
         (["generate", "--file", "-", "--request-id", "r"], b"a\n", "--request-id"),
     ],
 )
@@ -324,11 +364,11 @@ class FoundCommands:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **targets: str) -> None:
         self.targets = targets
-        monkeypatch.setattr(cli, "entry_points", self)
+        monkeypatch.setattr(dispatch, "entry_points", self)
 
-    def __call__(self, *, group: str, name: str) -> list[EntryPoint]:
+    def __call__(self, *, group: str, name: str | None = None) -> list[EntryPoint]:
         assert group == "pellucid.commands"
-        return [EntryPoint(name, self.targets[name], group)] if name in self.targets else []
+        return [EntryPoint(found, target, group) for found, target in self.targets.items() if name in (None, found)]
 
 
 def record(argv: list[str]) -> int:
@@ -346,6 +386,38 @@ def run_main(*argv: str) -> int | str | None:
     return caught.value.code
 
 
+def test_the_help_lists_every_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    FoundCommands(monkeypatch, serve="m:f", train="m:f", mine="m:f")
+    monkeypatch.setattr(dispatch, "requires", lambda name: ["grpcio>=1", "pytest>=1; extra == 'server'"])
+    assert run_main("--help") == 0
+    text = capsys.readouterr().out
+    assert re.search(r"^ +serve +run a server$", text, re.MULTILINE)
+    assert re.search(r"^ +train +train a checkpoint$", text, re.MULTILINE)
+    assert re.search(r"^ +mine ", text, re.MULTILINE)
+
+    wanted = ["pytest>=1; extra == 'server'", 'no-such.package>=2; python_version > "3" and extra == "server"']
+    monkeypatch.setattr(dispatch, "requires", lambda name: wanted)
+    assert run_main("nonsense") == 2
+    assert "choose from 'serve', 'train', " in capsys.readouterr().err
+    assert run_main() == 2
+    assert run_main("-h") == 0
+    assert re.search(r"^ +serve +run a server \(needs pellucid\[server\]\)$", capsys.readouterr().out, re.MULTILINE)
+
+    FoundCommands(monkeypatch)
+    assert run_main("-h") == 0
+    assert "train a checkpoint (needs pellucid[train])" in capsys.readouterr().out
+
+
+def test_the_help_loads_no_torch() -> None:
+    code = f"import sys, atexit; atexit.register(lambda: print('torch' in sys.modules)); {START}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, env=environment(), check=True)
+    assert b" serve " in done.stdout
+    assert done.stdout.endswith(b"False\n")
+
+
+START = "from pellucid_client.cli import main; main(['--help'])"
+
+
 def test_commands_of_extras(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setitem(sys.modules, "extra_commands", sys.modules[__name__])
     FoundCommands(monkeypatch, serve="extra_commands:record", mine="extra_commands:record")
@@ -353,7 +425,7 @@ def test_commands_of_extras(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     assert run_main("mine", "--help") == 7
     assert capsys.readouterr().out == "['--listen', 'x', 'generate']\n['--help']\n"
     assert run_main("train") == 2
-    assert "pip install 'pellucid[train]'" in capsys.readouterr().err
+    assert "needs pellucid[train]; in a checkout of Pellucid: pip install '.[train]'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("target", ["no_such_module:run", "extra_commands:needs_more"])
@@ -365,7 +437,7 @@ def test_an_extra_without_its_packages(
     assert run_main("serve") == 2
     captured = capsys.readouterr().err
     assert captured.startswith("pellucid: `pellucid serve` is not installed here (")
-    assert captured.endswith("is missing): pip install 'pellucid[server]'\n")
+    assert captured.endswith("pip install '.[server]'\n")
     with pytest.raises(ModuleNotFoundError):  # Somebody else's command: we cannot know what it lacks.
         cli.main(["mine"])
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import grpc
@@ -19,10 +19,12 @@ from pellucid_client import (
     Cancelled,
     Chunk,
     Client,
+    ClientClosed,
     Completion,
     DeadlineExceeded,
     Finish,
     InternalError,
+    InvalidRequest,
     Usage,
 )
 
@@ -30,8 +32,8 @@ from .conftest import Scripted, answer, serve
 from .test_errors import free_address
 
 PUBLIC_NAMES = """
-    AsyncClient AsyncGenerateStream Cancelled Chunk Client Completion ConnectionFailed DeadlineExceeded
-    DetokenizeOptions Finish GenerateOptions GenerateStream InternalError InvalidRequest Load Model
+    AsyncClient AsyncGenerateStream Cancelled Chunk Client ClientClosed Completion ConnectionFailed
+    DeadlineExceeded DetokenizeOptions Finish GenerateOptions GenerateStream InternalError InvalidRequest Load Model
     ModelNotFound Overloaded PellucidError PermissionDenied PromptInfo PromptTooLong RequestIdInUse
     RequestTooLarge ResourceExhausted Sampling ServerInfo SlowConsumer Stopping Timings Tokenization
     TokenizeOptions Unauthenticated Unavailable Usage Violation
@@ -41,6 +43,8 @@ PUBLIC_NAMES = """
 def test_exported_names() -> None:
     assert pellucid_client.__all__ == PUBLIC_NAMES.split()
     assert all(hasattr(pellucid_client, name) for name in pellucid_client.__all__)
+    assert set(pellucid_client.__all__) <= set(dir(pellucid_client))
+    assert not hasattr(pellucid_client, "Clint")
 
 
 def check_completion(completion: Completion) -> None:
@@ -274,3 +278,88 @@ def test_a_proxy_from_the_environment_is_not_asked_for_loopback(
     port = scripted.address.rpartition(":")[2]
     with Client(f"localhost:{port}") as client:
         assert client.is_ready(timeout=5)
+
+
+CALLS: list[Callable[[Any], Any]] = [
+    lambda client: client.generate("x").result(),
+    lambda client: client.load(),
+    lambda client: client.is_ready(),
+    lambda client: client.wait_until_ready(5),
+]
+
+
+@pytest.mark.parametrize("call", CALLS)
+async def test_a_closed_client_says_so(scripted: Scripted, call: Callable[[Any], Any]) -> None:
+    client = Client(scripted.address)
+    client.close()
+    client.close()
+    with pytest.raises(ClientClosed, match=f"this client of {scripted.address} is closed"):
+        call(client)
+    other = AsyncClient(scripted.address)
+    await other.close()
+    with pytest.raises(ClientClosed, match=f"this client of {scripted.address} is closed"):
+        await call(other)
+
+
+async def test_closing_ends_what_is_in_flight(scripted: Scripted) -> None:
+    scripted.generate = Endless()
+    client = Client(scripted.address)
+    stream = client.generate("x")
+    next(stream)
+    client.close()
+    with pytest.raises(Cancelled):
+        stream.result()
+
+    other = AsyncClient(scripted.address)
+    reading = other.generate("x")
+    await anext(reading)
+    task = asyncio.create_task(reading.result())
+    await asyncio.sleep(0)
+    await other.close()
+    with pytest.raises(Cancelled):  # And not asyncio's CancelledError: nobody cancelled the task.
+        await task
+
+    came, go_on = threading.Event(), threading.Event()
+    scripted.unary = lambda context: (came.set(), go_on.wait(10))[0]
+    third = AsyncClient(scripted.address)
+    asking = asyncio.create_task(third.load())
+    await asyncio.to_thread(came.wait, 10)
+    await third.close()
+    with pytest.raises(Cancelled, match="the client was closed"):
+        await asking
+    go_on.set()
+
+
+@pytest.mark.parametrize("timeout", [1e8, 1e10, 1e300, float("inf"), 10**400])
+async def test_a_very_long_timeout_is_none(scripted: Scripted, timeout: float) -> None:
+    with Client(scripted.address) as client:
+        assert client.generate("x", timeout=timeout).result().text == "今天天气"
+        assert client.tokenize("a", timeout=timeout).token_ids == (97,)
+        assert client.is_ready(timeout=timeout)
+        client.wait_until_ready(timeout)
+    async with AsyncClient(scripted.address) as other:
+        assert (await other.generate("x", timeout=timeout).result()).text == "今天天气"
+        assert (await other.tokenize("a", timeout=timeout)).token_ids == (97,)
+        assert await other.is_ready(timeout=timeout)
+        await other.wait_until_ready(timeout)
+
+
+@pytest.mark.parametrize("timeout", [0, -1.5, float("nan"), float("-inf"), "5"])
+async def test_a_timeout_that_cannot_be_is_refused(scripted: Scripted, timeout: Any) -> None:
+    text = rf"timeout: {timeout!r} is not accepted; accepted: a number of seconds greater than 0"
+    calls: list[Callable[[Any], Any]] = [
+        lambda client: client.generate("x", timeout=timeout),
+        lambda client: client.tokenize("a", timeout=timeout),
+        lambda client: client.is_ready(timeout=timeout),
+        lambda client: client.wait_until_ready(timeout),
+    ]
+    with Client(scripted.address) as client:
+        for call in calls:
+            with pytest.raises(InvalidRequest, match=text) as caught:
+                call(client)
+            assert [each.field for each in caught.value.violations] == ["timeout"]
+    async with AsyncClient(scripted.address) as other:
+        for call in calls:
+            with pytest.raises(InvalidRequest, match=text):
+                await call(other)
+    assert scripted.requests == []

@@ -11,8 +11,9 @@ from typing import Any
 import grpc
 import pytest
 
+from pellucid_model.tokenizers.character import SPECIAL_TOKENS, CharacterTokenizer
 from pellucid_testing.calls import GENERATE, Answer, Failure, failure, generate, request
-from pellucid_testing.checkpoints import TINY, tiny_checkpoint, tiny_config
+from pellucid_testing.checkpoints import CHARACTERS, TINY, tiny_checkpoint, tiny_config
 from pellucid_testing.malformed import Case, Limits, cases
 from pellucid_testing.server import ServerProcess, serve
 
@@ -33,6 +34,9 @@ STREAM: dict[str, Any] = {
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     folder = tiny_checkpoint(tmp_path_factory.mktemp("malformed") / "tiny", tiny_config(context_length=CONTEXT))
+    # Without a token for what it does not know, so that there is something it cannot take.
+    special_tokens = {name: spelling for name, spelling in SPECIAL_TOKENS.items() if name != "unk"}
+    CharacterTokenizer(sorted(set(CHARACTERS)), special_tokens).save(folder)
     limits = ["--max-new-tokens-limit", str(LIMITS.max_new_tokens)]
     limits += ["--default-max-new-tokens", str(LIMITS.default_max_new_tokens), "--context-overflow", "reject"]
     with serve(folder, "--dtype", "float32", "--threads", "1", *limits) as running:

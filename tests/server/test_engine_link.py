@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +19,28 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pellucid.v1 import inference_pb2, inference_pb2_grpc
 from pellucid_model.tokenizers import CharacterTokenizer
+from pellucid_server.engine.messages import Configure, Ready, StepDone
+from pellucid_server.engine_link import EngineLink
+from pellucid_server.errors import StartError
+from pellucid_testing import scripted_engine
 from pellucid_testing.calls import collect, failure, generate, request
 from pellucid_testing.scripted_engine import FIRST_TOKEN, PERIOD, Script
 from pellucid_testing.server import ServerProcess, serve, start_server
 
+CONFIGURE = Configure(
+    checkpoint="",
+    device="cpu",
+    dtype="auto",
+    kv_cache_memory=0,
+    kv_block_size=0,
+    max_context=0,
+    max_running=1,
+    max_step_tokens=1,
+    threads=1,
+    tokenizer_size=0,
+    log_level="info",
+    log_format="json",
+)
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRS"
 
 
@@ -193,6 +214,52 @@ def test_an_engine_that_hangs_is_replaced_and_streams_go_on(folder: Path, tmp_pa
         os.kill(server.engine_pid(), signal.SIGSTOP)
         server.wait_for_metric("pellucid_engine_restarts_total", 3)
         server.wait_for_metric("pellucid_engine_up", 1)
+
+
+async def test_an_engine_that_hangs_while_loading_has_a_limit_too(tmp_path: Path) -> None:
+    script = Script(lives=str(tmp_path / "lives"), hang_after_steps=[-1, 0])
+    link, events = script_link(script, start_timeout=3.0)
+    running = asyncio.create_task(link.run(CONFIGURE))
+    async with asyncio.timeout(20):
+        await events.ups.get()
+        link.kill()
+        # The second life hangs before it is ready, the third one comes up.
+        await events.ups.get()
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert events.restarts == ["signal", "hung"]
+
+
+async def test_a_first_engine_that_hangs_while_loading_is_a_failed_start(tmp_path: Path) -> None:
+    link, _ = script_link(Script(lives=str(tmp_path / "lives"), hang_after_steps=[0]), start_timeout=0.5)
+    with pytest.raises(StartError, match="did not come up while it was loading the model \\(hung for"):
+        await link.run(CONFIGURE)
+    assert link.pid == 0
+
+
+class Events:
+    """What an engine link says."""
+
+    def __init__(self) -> None:
+        self.ups: asyncio.Queue[Ready] = asyncio.Queue()
+        self.restarts: list[str] = []
+
+    def engine_up(self, ready: Ready) -> None:
+        self.ups.put_nowait(ready)
+
+    def engine_step(self, step: StepDone) -> None: ...
+
+    def engine_down(self) -> None: ...
+
+    def engine_restarting(self, reason: str) -> None:
+        self.restarts.append(reason)
+
+
+def script_link(script: Script, start_timeout: float) -> tuple[EngineLink, Events]:
+    events = Events()
+    command = (sys.executable, scripted_engine.__file__, json.dumps(asdict(script)))
+    return EngineLink(events, command, timeout=60.0, start_timeout=start_timeout), events
 
 
 def test_steps_as_slow_as_the_warm_up_promised_are_no_hang(folder: Path, tmp_path: Path) -> None:

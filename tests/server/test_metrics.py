@@ -12,13 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import msgspec
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from pellucid.v1 import inference_pb2_grpc
+from pellucid.v1 import inference_pb2_grpc, server_pb2
 from pellucid_model.tokenizers import CharacterTokenizer
 from pellucid_server.engine.messages import Stats
 from pellucid_server.metrics import EngineMetrics, Metrics
+from pellucid_server.rpc.calls import Call, Calls
 from pellucid_testing.calls import GENERATE, failure, generate, request
 from pellucid_testing.scripted_engine import Script, ready
 from pellucid_testing.server import ServerProcess, serve
@@ -57,10 +59,16 @@ def exported(registry: CollectorRegistry) -> dict[str, tuple[str, tuple[str, ...
     return found
 
 
+async def nothing(message: server_pb2.GetLoadRequest, call: Call) -> server_pb2.GetLoadResponse:
+    return server_pb2.GetLoadResponse()
+
+
 def test_the_document_lists_exactly_what_is_exported() -> None:
     metrics = Metrics("m", os.getpid)
     metrics.engine.ready(READY, "1.2.3")
-    metrics.calls.labels("Generate", "OK").inc()
+    Calls("instance", metrics).unary("GetLoad", server_pb2.GetLoadRequest, nothing)
+    gpu = Stats(1, 0, 0, 0, 12, 4, 1, 0, 1, 0, 1, 1, 0.001, "decode", gpu_allocated_bytes=1, gpu_reserved_bytes=2)
+    metrics.engine.step(gpu, 1.0)
     assert exported(metrics.registry) == documented()
 
 
@@ -83,6 +91,33 @@ def test_counters_survive_an_engine_restart() -> None:
     step(1, 4)
     assert (total("preemptions"), total("prefill_tokens")) == (4, 19)
     assert registry.get_sample_value("pellucid_kv_cache_usage_ratio", {"model_name": "m"}) == 0.25
+
+
+def test_an_image_says_what_it_was_built_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    for commit in ("", "0123abc"):
+        monkeypatch.setenv("PELLUCID_COMMIT", commit)
+        registry = CollectorRegistry()
+        EngineMetrics(registry, "m").ready(READY, "1.2.3")
+        (sample,) = next(family for family in registry.collect() if family.name == "pellucid_build_info").samples
+        assert sample.labels["commit"] == commit
+        assert (sample.labels["version"], sample.labels["device"]) == ("1.2.3", "cpu")
+
+
+def test_gpu_memory_is_there_with_a_gpu_alone() -> None:
+    registry = CollectorRegistry()
+    engine = EngineMetrics(registry, "m")
+
+    def memory() -> list[float | None]:
+        names = ("pellucid_gpu_memory_allocated_bytes", "pellucid_gpu_memory_reserved_bytes")
+        return [registry.get_sample_value(name, {"device": "H"}) for name in names]
+
+    engine.ready(msgspec.structs.replace(READY, device="H"), "v")
+    engine.step(Stats(1, 0, 0, 0, 12, 4, 1, 1, 1, 0, 1, 1, 0.001, "decode"), 1.0)
+    assert memory() == [None, None]
+    engine.step(Stats(1, 0, 0, 0, 12, 4, 1, 1, 1, 0, 1, 1, 0.001, "decode", 100, 200), 1.0)
+    assert memory() == [100, 200]
+    engine.down()
+    assert memory() == [None, None]
 
 
 def test_idle_messages_are_no_steps() -> None:

@@ -159,6 +159,66 @@ def test_a_reader_that_lags_gets_fewer_larger_messages_and_holds_up_nobody(tmp_p
     assert max(len(message.outputs[0].token_ids) for message in answer.messages) > 1000
 
 
+def test_a_reader_that_stops_is_given_up_and_harms_nobody(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({}))
+    script = Script(lives=str(tmp_path / "lives"), context_length=2_000_000, kv_block_count=500_000, step_seconds=0.001)
+    limits = ("--max-new-tokens-limit", "1000000", "--slow-reader-seconds", "0.3", "--slow-reader-bytes", "1KiB")
+    with serve(tmp_path, *limits, program=script.program()) as server:
+        memory = "process_resident_memory_bytes"
+
+        def crowd() -> float:
+            """Seconds for eight streams side by side that are read as they come."""
+            began = time.monotonic()
+            stub = inference_pb2_grpc.InferenceServiceStub(server.channel())
+            calls = [stub.Generate(request([5], stopping={"max_new_tokens": 400}), timeout=60) for _ in range(8)]
+            assert [len(collect(call).token_ids) for call in calls] == [400] * 8
+            return time.monotonic() - began
+
+        alone, before = crowd(), server.metric(memory)
+        # A small, fixed window, so that little is on its way to the readers, who read one message and stop.
+        narrow = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1024)]
+        stubs = [inference_pb2_grpc.InferenceServiceStub(server.channel(narrow)) for _ in range(4)]
+        slow = [stub.Generate(request([5], stopping={"max_new_tokens": 900_000}), timeout=60) for stub in stubs]
+        firsts = [next(call) for call in slow]
+        assert crowd() < 3 * alone + 1
+        server.wait_for_metric("pellucid_requests_finished_total", 4, reason="slow_consumer", timeout=20)
+        server.wait_for_metric("pellucid_requests_running", 0)
+        assert server.metric("pellucid_errors_total", reason="SLOW_CONSUMER") == 4
+        assert server.metric(memory) - before < 20e6
+        # What they read after all is a beginning without gaps, and then the reason.
+        for first, call in zip(firsts[:3], slow[:3], strict=True):
+            tokens = list(first.outputs[0].token_ids)
+            with pytest.raises(grpc.RpcError) as caught:
+                add_rest(tokens, call)
+            found = failure(caught.value)
+            assert (found.code, found.reason) == ("RESOURCE_EXHAUSTED", "SLOW_CONSUMER")
+            assert tokens == [FIRST_TOKEN + i % PERIOD for i in range(len(tokens))]
+        # A stream that nobody reads to its end is no reason to stay.
+        began = time.monotonic()
+        assert server.stop() == 0
+        assert time.monotonic() - began < 1
+
+
+def add_rest(tokens: list[int], call: Any) -> None:
+    for message in call:
+        tokens += message.outputs[0].token_ids
+
+
+def test_a_reader_that_sleeps_within_the_limit_gets_everything(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({}))
+    script = Script(lives=str(tmp_path / "lives"), context_length=100_000, kv_block_count=25_000)
+    limits = ("--slow-reader-seconds", "30", "--slow-reader-bytes", "1KiB")
+    with serve(tmp_path, *limits, program=script.program()) as server:
+        narrow = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1024)]
+        stub = inference_pb2_grpc.InferenceServiceStub(server.channel(narrow))
+        call = stub.Generate(request([5], stopping={"max_new_tokens": 9000}), timeout=60)
+        first = next(call)
+        server.wait_for_metric("pellucid_requests_running", 0, timeout=30)
+        time.sleep(0.5)
+        answer = collect([first, *call])
+    assert answer.token_ids == [FIRST_TOKEN + i % PERIOD for i in range(9000)]
+
+
 def test_load_is_told(server: ServerProcess, service: inference_pb2_grpc.InferenceServiceStub) -> None:
     stub = server_pb2_grpc.ServerServiceStub(server.channel())
     idle = stub.GetLoad(server_pb2.GetLoadRequest())

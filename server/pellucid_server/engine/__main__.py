@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import signal
 import socket
 import sys
+
+import msgspec
 
 PR_SET_PDEATHSIG = 1
 
@@ -32,11 +35,11 @@ def main() -> int:
         try:
             loaded = load(configure)
             engine = Engine(loaded, configure)
-            engine.warm_up()
+            seconds = engine.warm_up()
         except (ModelError, ValueError) as error:
             connection.send(StartFailed(str(error)))
             return 1
-        connection.send(loaded.ready)
+        connection.send(msgspec.structs.replace(loaded.ready, warm_up_seconds=seconds))
         return engine.serve(connection)
     except ConnectionClosed:
         return 0
@@ -48,4 +51,7 @@ def _die_with_parent() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    sys.stderr.flush()
+    # Nothing is left to save, and taking an interpreter with torch apart takes a second that a stop would wait for.
+    os._exit(code)

@@ -12,7 +12,19 @@ from typing import Literal, NoReturn
 from pellucid_model.kernels import library
 from pellucid_server.engine.connection import EngineConnection
 from pellucid_server.engine.loading import Loaded
-from pellucid_server.engine.messages import Abort, Configure, Sampling, Stats, StepDone, Submit, ToEngine
+from pellucid_server.engine.memory import GpuMemory
+from pellucid_server.engine.messages import (
+    Abort,
+    Configure,
+    Finished,
+    Ping,
+    Progress,
+    Sampling,
+    Stats,
+    StepDone,
+    Submit,
+    ToEngine,
+)
 from pellucid_server.engine.sampler import Sampler, SamplerRow
 from pellucid_server.engine.scheduler import Scheduler, Step
 
@@ -29,12 +41,16 @@ class Engine:
         self._sampler = Sampler(
             configure.tokenizer_size or loaded.ready.vocab_size, library.load_library(), library.threads()
         )
+        self._gpu_memory = GpuMemory(on_gpu=loaded.ready.device != "cpu")
         self._steps = 0
         self._prefill_tokens = 0
         self._generated_tokens = 0
 
-    def warm_up(self) -> None:
-        """Run the largest prompt step and a decode once, so that the first request meets a warm engine."""
+    def warm_up(self) -> float:
+        """Run the largest prompt step and a decode once, so that the first request meets a warm engine.
+
+        Returns the seconds that the longer one took.
+        """
         length = min(self._configure.max_step_tokens, self._loaded.pool.token_capacity - 1)
         length = max(1, min(length, self._loaded.ready.context_length - 1))
         scheduler = self._new_scheduler()
@@ -51,9 +67,13 @@ class Engine:
                 max_length=length + 2,
             )
         )
+        longest = 0.0
         while not scheduler.idle:
+            began = time.monotonic()
             step = scheduler.schedule(0.0)
             scheduler.complete(step, self._sample(step))
+            longest = max(longest, time.monotonic() - began)
+        return longest
 
     def serve(self, connection: EngineConnection) -> NoReturn:
         """Step for ever. Raises ConnectionClosed when the frontend is gone."""
@@ -64,14 +84,24 @@ class Engine:
                 connection.send(self._run(step))
 
     def _take(self, messages: list[ToEngine], connection: EngineConnection) -> None:
-        aborted = False
+        asked = False
         for message in messages:
             if isinstance(message, Submit):
-                self._scheduler.submit(message)
+                self._submit(message, connection)
             elif isinstance(message, Abort):
-                aborted |= self._scheduler.abort(message.key)
-        if aborted and self._scheduler.idle:
+                asked |= self._scheduler.abort(message.key)
+            elif isinstance(message, Ping):
+                asked = True
+        if asked and self._scheduler.idle:
             connection.send(StepDone([], self._stats(None, 0.0), time.monotonic()))
+
+    def _submit(self, request: Submit, connection: EngineConnection) -> None:
+        """Queue a sequence. One that was begun under a larger cache, before a restart, may not fit any more."""
+        try:
+            self._scheduler.submit(request)
+        except ValueError:
+            full = Progress(request.key, None, Finished("context_full"), None, 0)
+            connection.send(StepDone([full], self._stats(None, 0.0), time.monotonic()))
 
     def _run(self, step: Step) -> StepDone:
         began = time.monotonic()
@@ -105,6 +135,7 @@ class Engine:
 
     def _stats(self, step: Step | None, seconds: float, phase: Phase = "idle") -> Stats:
         scheduler, pool = self._scheduler, self._loaded.pool
+        gpu_allocated, gpu_reserved = self._gpu_memory.read(time.monotonic())
         return Stats(
             running=len(scheduler.running),
             waiting=len(scheduler.waiting),
@@ -120,6 +151,8 @@ class Engine:
             step_tokens=step.tokens if step else 0,
             step_seconds=seconds,
             step_phase=phase,
+            gpu_allocated_bytes=gpu_allocated,
+            gpu_reserved_bytes=gpu_reserved,
         )
 
 

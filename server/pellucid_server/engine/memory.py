@@ -1,11 +1,15 @@
-"""How much memory there is, control groups included."""
+"""How much memory there is, control groups included, and how much of a GPU's torch has taken."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 MEMINFO = Path("/proc/meminfo")
+GPU_SECONDS = 1.0
+"""How often at most a GPU's memory is asked for: the answer takes as long as a part of a small step."""
 
 
 def available_memory(meminfo: Path = MEMINFO, cgroup_root: Path = CGROUP_ROOT) -> int:
@@ -21,6 +25,22 @@ def format_bytes(count: float) -> str:
             return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1024
     return f"{count:.1f} GiB"
+
+
+class GpuMemory:
+    """Bytes that torch holds for tensors, and those it has taken from the GPU; both 0 without one."""
+
+    def __init__(self, *, on_gpu: bool) -> None:
+        self._on_gpu = on_gpu
+        self._read_at = float("-inf")
+        self._bytes = (0, 0)
+
+    def read(self, now: float) -> tuple[int, int]:
+        """At most GPU_SECONDS old; `now` is on the monotonic clock."""
+        if self._on_gpu and now - self._read_at >= GPU_SECONDS:
+            self._read_at = now
+            self._bytes = (torch.cuda.memory_allocated(), torch.cuda.memory_reserved())
+        return self._bytes
 
 
 def _meminfo_available(path: Path) -> int:

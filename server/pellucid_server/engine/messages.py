@@ -1,7 +1,7 @@
 """What frontend and engine say to each other: typed msgpack messages over a private socket pair.
 
-Frontend to engine: first Configure, then Submit and Abort.  Engine to frontend: first Ready or StartFailed, then one
-StepDone per step.
+Frontend to engine: first Configure, then Submit, Abort and Ping.  Engine to frontend: first Ready or StartFailed, then
+one StepDone per step.
 Times are seconds of the system-wide monotonic clock (time.monotonic()), which both processes share.
 """
 
@@ -13,7 +13,7 @@ from typing import Literal
 
 import msgspec
 
-from pellucid_server.kv.window import ContextWindow
+from pellucid_server.kv.window import FULL, ContextWindow
 
 FinishKind = Literal["eos", "stop_token", "max_new_tokens", "context_full", "time_limit", "deadline", "non_finite"]
 """Ends that the engine decides. Stop strings, cancels and disconnects are the frontend's, by Abort."""
@@ -63,7 +63,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     stop_ids: list[int]
     max_length: int
     """Prompt + output may not pass this many tokens; the sequence then ends as context_full."""
-    context: ContextWindow = ContextWindow()
+    context: ContextWindow = FULL
     generated: list[int] = []
     deadline: float | None = None
     """The caller's deadline: ends as "deadline"."""
@@ -75,6 +75,10 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
     """Forget a sequence, whatever its state. Unknown keys are ignored; nothing is sent back for it."""
 
     key: int
+
+
+class Ping(msgspec.Struct, frozen=True, tag=True):
+    """Are you there? An engine without work answers with a StepDone; one at work says enough by its steps."""
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
@@ -97,6 +101,8 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     """How the model treats positions; with "absolute" no window can roll."""
     native_window: int = 0
     """The widest window of a model all of whose layers have one; else 0."""
+    warm_up_seconds: float = 0.0
+    """The longest step of the warm-up, which is as large as a step gets."""
 
 
 class StartFailed(msgspec.Struct, frozen=True, tag=True):
@@ -140,17 +146,21 @@ class Stats(msgspec.Struct, frozen=True, array_like=True):
     step_tokens: int
     step_seconds: float
     step_phase: Literal["prefill", "decode", "mixed", "idle"]
+    gpu_allocated_bytes: int = 0
+    """What torch holds for tensors; 0 on the CPU."""
+    gpu_reserved_bytes: int = 0
+    """What torch has taken from the GPU."""
 
 
 class StepDone(msgspec.Struct, frozen=True, tag=True):
-    """Sent after every step and after an abort while idle. `at` is when the step's tokens were sampled."""
+    """Sent after every step, and while idle after an abort or a ping. `at` is when the step's tokens were sampled."""
 
     progress: list[Progress]
     stats: Stats
     at: float
 
 
-ToEngine = Configure | Submit | Abort
+ToEngine = Configure | Submit | Abort | Ping
 FromEngine = Ready | StartFailed | StepDone
 
 encode = msgspec.msgpack.Encoder().encode

@@ -11,7 +11,7 @@ from pellucid_model.contract import DecoderModel, Rotary
 from pellucid_model.kernels import Kernels, RotaryTables
 from pellucid_server.engine.cache import KVCache
 from pellucid_server.engine.scheduler import Step
-from pellucid_server.kv.window import ContextWindow
+from pellucid_server.kv.window import FULL
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class RollingWindows:
         contexts = [chunk.sequence.request.context for chunk in step.chunks]
         if all(context.kind != "roll" for context in contexts):
             return None
-        rolls = [context if context.kind == "roll" else ContextWindow() for context in contexts]
+        rolls = [context if context.kind == "roll" else FULL for context in contexts]
         stand: list[int] = []
         for chunk, context in zip(step.chunks, rolls, strict=True):
             rows = range(chunk.start, chunk.start + chunk.count)

@@ -66,6 +66,9 @@ class ContextWindow(msgspec.Struct, frozen=True, array_like=True):
         return min(blocks, _straddled(native_window, block_size)) if native_window else blocks
 
 
+FULL = ContextWindow()
+
+
 def _straddled(window: int, block_size: int) -> int:
     """Blocks that `window` consecutive tokens touch at the most."""
     return -(-(window - 1) // block_size) + 1

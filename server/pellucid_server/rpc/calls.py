@@ -17,10 +17,11 @@ from urllib.parse import quote
 import grpc
 from google.protobuf.message import Message
 
-from pellucid_server.errors import InternalError, ServeError
+from pellucid_server.errors import DeadlineExceeded, InternalError, ServeError
 from pellucid_server.logs import LOGGER, log
 from pellucid_server.metrics import Metrics
-from pellucid_server.rpc.errors import error_trailers, status_code
+from pellucid_server.requests import is_expired
+from pellucid_server.rpc.errors import error_trailers, known_errors, status_code
 from pellucid_server.rpc.validation import MAX_REQUEST_ID_BYTES, REQUEST_ID_HEADER
 from pellucid_server.rpc.wire import parse
 
@@ -34,8 +35,10 @@ INSTANCE = "x-pellucid-instance"
 class Call:
     """One call in progress."""
 
-    def __init__(self, context: Context, instance_id: str) -> None:
+    def __init__(self, context: Context, instance_id: str, caller: str = "") -> None:
         self._context = context
+        self.caller = caller
+        """Whose call it is; empty where callers cannot be told apart."""
         self._instance_id = instance_id
         self._began = False
         self.request_id = _header(context, REQUEST_ID_HEADER)
@@ -81,17 +84,26 @@ class Call:
 class Calls:
     """Makes gRPC handlers of behaviours."""
 
-    def __init__(self, instance_id: str, metrics: Metrics) -> None:
+    def __init__(
+        self, instance_id: str, metrics: Metrics, identify: Callable[[Context], str] = lambda context: ""
+    ) -> None:
         self._instance_id = instance_id
         self._metrics = metrics
+        self._identify = identify
+        self._methods: set[str] = set()
+        known = known_errors()
+        self._codes = {grpc.StatusCode.OK.name, grpc.StatusCode.CANCELLED.name, *(code for code, _ in known)}
+        for code, reason in known:
+            metrics.errors.labels(code, reason)
 
     def unary(
         self, method: str, kind: type[M], behaviour: Callable[[M, Call], Awaitable[Message]]
     ) -> grpc.RpcMethodHandler[bytes, bytes]:
         """Handler of a method with one answer."""
+        self._announce(method)
 
         async def handle(raw: bytes, context: Context) -> bytes:
-            call = Call(context, self._instance_id)
+            call = Call(context, self._instance_id, self._identify(context))
 
             async def answer() -> bytes:
                 call.assign_request_id()
@@ -108,9 +120,10 @@ class Calls:
 
         The behaviour parses the bytes itself, so that it can count what it refuses.
         """
+        self._announce(method)
 
         async def handle(raw: bytes, context: Context) -> None:
-            call = Call(context, self._instance_id)
+            call = Call(context, self._instance_id, self._identify(context))
             await self._run(method, call, behaviour(raw, call))
 
         return grpc.unary_stream_rpc_method_handler(handle)
@@ -120,23 +133,38 @@ class Calls:
         try:
             result = await work
         except asyncio.CancelledError:
-            deadline = call.deadline
-            expired = deadline is not None and deadline <= time.monotonic()
-            self._count(method, grpc.StatusCode.DEADLINE_EXCEEDED if expired else grpc.StatusCode.CANCELLED)
+            if is_expired(call.deadline):
+                self.count_error(method, DeadlineExceeded("the deadline passed"))
+            else:
+                self._count(method, grpc.StatusCode.CANCELLED)
             raise
         except ServeError as error:
-            self._count(method, status_code(error))
+            self.count_error(method, error)
             self._log_refusal(method, call, error)
             await call.fail(error)
             raise
         except Exception:
-            self._count(method, grpc.StatusCode.INTERNAL)
+            failure = InternalError(f"an error in the server ended request {call.request_id!r}")
+            self.count_error(method, failure)
             fields = {"method": method, "request_id": call.request_id}
             LOGGER.exception("a call failed", extra={"fields": fields})
-            await call.fail(InternalError(f"an error in the server ended request {call.request_id!r}"))
+            await call.fail(failure)
             raise
         self._count(method, grpc.StatusCode.OK)
         return result
+
+    def count_error(self, method: str, error: ServeError) -> None:
+        """Counts a call that ended in an error; a method that is none of ours has no name here."""
+        code = status_code(error)
+        if method in self._methods:
+            self._count(method, code)
+        self._metrics.errors.labels(code.name, error.reason).inc()
+
+    def _announce(self, method: str) -> None:
+        """The method's counters exist from the start, so that the first error is a change."""
+        self._methods.add(method)
+        for code in self._codes:
+            self._metrics.calls.labels(method, code)
 
     def _count(self, method: str, code: grpc.StatusCode) -> None:
         self._metrics.calls.labels(method, code.name).inc()

@@ -21,6 +21,7 @@ _CODES: dict[type[errors.ServeError], grpc.StatusCode] = {
     errors.SlowConsumer: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.Unavailable: grpc.StatusCode.UNAVAILABLE,
     errors.DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
+    errors.Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
     errors.InternalError: grpc.StatusCode.INTERNAL,
 }
 
@@ -33,6 +34,15 @@ def status_code(error: errors.ServeError) -> grpc.StatusCode:
         if issubclass(kind, errors.ServeError) and kind in _CODES:
             return _CODES[kind]
     return grpc.StatusCode.INTERNAL
+
+
+def known_errors() -> list[tuple[str, str]]:
+    """Code and reason of every error that the tree holds."""
+    kinds = list(errors.ServeError.__subclasses__())
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+    found = {(_CODES[parent].name, kind.reason) for kind in kinds for parent in kind.__mro__[:-1] if parent in _CODES}
+    return sorted((code, reason) for code, reason in found if reason != errors.ServeError.reason)
 
 
 def error_trailers(error: errors.ServeError) -> Metadata:

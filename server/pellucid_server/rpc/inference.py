@@ -13,7 +13,7 @@ import grpc
 
 from pellucid.v1 import inference_pb2
 from pellucid_model.tokenizers import InvalidTextError, UnknownCharacterError
-from pellucid_server.errors import InternalError, InvalidRequest, ServeError, Violation
+from pellucid_server.errors import InternalError, InvalidRequest, ServeError, SlowConsumer, Violation
 from pellucid_server.live_request import LiveRequest
 from pellucid_server.planning import check_text_size, make_plan
 from pellucid_server.requests import RequestTable
@@ -66,7 +66,7 @@ class InferenceService:
     async def cancel(self, message: inference_pb2.CancelRequest, call: Call) -> inference_pb2.CancelResponse:
         if not message.request_id:
             raise InvalidRequest([Violation("request_id", "is missing; the id of a request in flight is required")])
-        found = self.table.cancel(message.request_id)
+        found = self.table.cancel(message.request_id, call.caller)
         result = inference_pb2.CANCEL_RESULT_CANCELLED if found else inference_pb2.CANCEL_RESULT_NOT_FOUND
         return inference_pb2.CancelResponse(result=result)
 
@@ -78,7 +78,9 @@ class InferenceService:
         request_id = call.assign_request_id(message.request_id)
         model = self.directory.ready_model()
         spec = validate_generate(message, model, header_id)
-        request = self.table.admit(request_id, spec.rules, deadline=call.deadline, time_limit=spec.time_limit)
+        request = self.table.admit(
+            request_id, spec.rules, deadline=call.deadline, time_limit=spec.time_limit, caller=call.caller
+        )
         return model, spec, request
 
     async def _serve(self, model: ServedModel, spec: GenerateSpec, request: LiveRequest, call: Call) -> None:
@@ -99,10 +101,20 @@ class InferenceService:
                 first = False
             if end is not None:
                 messages.complete(response, request, plan, end)
-            await call.send(response)
-            request.outbox.written()
+            await _write(call, response, request)
             if end is not None:
                 return
+
+
+async def _write(call: Call, response: inference_pb2.GenerateResponse, request: LiveRequest) -> None:
+    """Raises the request's own error where the table gave up waiting for the reader."""
+    try:
+        await call.send(response)
+    except asyncio.CancelledError:
+        if request.end is not None and isinstance(request.end.error, SlowConsumer):
+            raise request.end.error from None
+        raise
+    request.outbox.written()
 
 
 def prompt_tokens(model: ServedModel, spec: GenerateSpec) -> list[int]:

@@ -6,7 +6,7 @@ from google.protobuf.duration_pb2 import Duration
 
 from pellucid.v1 import inference_pb2, types_pb2
 from pellucid_server.delivery import Batch
-from pellucid_server.live_request import End, LiveRequest, Plan
+from pellucid_server.live_request import End, LiveRequest, Plan, window_moves
 from pellucid_server.planning import effective_max_new_tokens
 from pellucid_server.rpc.validation import GenerateSpec
 from pellucid_server.served import ServedModel
@@ -23,6 +23,8 @@ _FINISH_REASONS = {
 _OVERFLOWS = {
     "reject": inference_pb2.CONTEXT_OVERFLOW_REJECT,
     "truncate": inference_pb2.CONTEXT_OVERFLOW_TRUNCATE,
+    "roll": inference_pb2.CONTEXT_OVERFLOW_ROLL,
+    "reencode": inference_pb2.CONTEXT_OVERFLOW_REENCODE,
 }
 
 
@@ -56,9 +58,19 @@ def prompt_info(
             seed=sampling.seed,
         ),
         effective_max_new_tokens=max_new_tokens,
-        effective_context=inference_pb2.ContextPolicy(overflow=_OVERFLOWS[wishes.overflow]),
+        effective_context=context_policy(plan),
         effective_stopping=stopping,
     )
+
+
+def context_policy(plan: Plan) -> inference_pb2.ContextPolicy:
+    """The policy in force, with its numbers where it slides."""
+    policy = inference_pb2.ContextPolicy(overflow=_OVERFLOWS[plan.overflow])
+    if plan.context.kind != "full":
+        policy.window_tokens, policy.sink_tokens = plan.context.window, plan.context.sinks
+    if plan.context.kind == "reencode":
+        policy.hop_tokens = plan.context.hop
+    return policy
 
 
 def delta(batch: Batch) -> inference_pb2.GenerateResponse:
@@ -79,6 +91,7 @@ def complete(response: inference_pb2.GenerateResponse, request: LiveRequest, pla
     response.usage.prompt_token_count = plan.prompt_token_count
     response.usage.output_token_count = len(request.generated)
     response.timings.CopyFrom(timings(request, end))
+    response.timings.window_move_count = window_moves(request, plan)
 
 
 def timings(request: LiveRequest, end: End) -> inference_pb2.Timings:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import grpc
@@ -27,9 +27,10 @@ class Service(Protocol):
     def handlers(self, calls: Calls) -> Methods: ...
 
 
-def new_server(max_live: int) -> grpc.aio.Server:
+def new_server(max_live: int, interceptors: Sequence[grpc.aio.ServerInterceptor] = ()) -> grpc.aio.Server:
     """A server that is not started yet. `max_live` requests may be in flight."""
     return grpc.aio.server(
+        interceptors=interceptors,
         options=(
             ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
             ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -44,7 +45,7 @@ def new_server(max_live: int) -> grpc.aio.Server:
             ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
             # Old connections are asked to leave, so that clients find new replicas; their calls may finish.
             ("grpc.max_connection_age_ms", 600_000),
-        )
+        ),
     )
 
 

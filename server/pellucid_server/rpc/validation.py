@@ -9,6 +9,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from struct import pack, unpack
 
 from google.protobuf.duration_pb2 import Duration
 
@@ -17,7 +18,7 @@ from pellucid_server.delivery import DeliveryRules
 from pellucid_server.engine.messages import Sampling
 from pellucid_server.errors import InvalidRequest, ModelNotFound, UnsupportedField, Violation
 from pellucid_server.options import Integer, Number
-from pellucid_server.planning import Wishes, check_room
+from pellucid_server.planning import ContextWish, Wishes, check_room
 from pellucid_server.rpc.wire import MAX_LISTED
 from pellucid_server.served import ServedModel
 from pellucid_server.settings import MIN_P, TEMPERATURE, TOP_K, TOP_P
@@ -29,9 +30,13 @@ MAX_STOP_STRING_BYTES = 1024
 MAX_STOP_TOKEN_IDS = 256
 MIN_TOKENS_PER_MESSAGE = Integer(1, 256)
 
-_OVERFLOWS = {
+_OVERFLOWS: dict[int, str | None] = {
+    inference_pb2.CONTEXT_OVERFLOW_UNSPECIFIED: None,
+    inference_pb2.CONTEXT_OVERFLOW_AUTO: "auto",
     inference_pb2.CONTEXT_OVERFLOW_REJECT: "reject",
     inference_pb2.CONTEXT_OVERFLOW_TRUNCATE: "truncate",
+    inference_pb2.CONTEXT_OVERFLOW_ROLL: "roll",
+    inference_pb2.CONTEXT_OVERFLOW_REENCODE: "reencode",
 }
 _DELIVERY_MODES = (
     inference_pb2.DELIVERY_MODE_UNSPECIFIED,
@@ -75,7 +80,7 @@ class Violations:
         try:
             option.parse(value)
         except ValueError:
-            shown = f"{value:g}" if isinstance(value, float) else str(value)
+            shown = _float32_text(value) if isinstance(value, float) else str(value)
             self.add(field, f"{shown} is not accepted; accepted: {option.accepts}")
 
     def check_count(self, field: str, count: int, limit: int) -> None:
@@ -92,6 +97,12 @@ class Violations:
         if self._found:
             kind = UnsupportedField if self._unsupported else InvalidRequest
             raise kind(self._found[:MAX_LISTED])
+
+
+def _float32_text(value: float) -> str:
+    """The fewest digits, from 6 on, that tell a float32 apart from all others: 1.0000001 is not 1."""
+    texts = [f"{value:.{digits}g}" for digits in (6, 7, 8, 9)]
+    return next((text for text in texts if unpack("f", pack("f", float(text)))[0] == value), texts[-1])
 
 
 def check_model_name(name: str, model: ServedModel) -> None:
@@ -118,14 +129,14 @@ def validate_generate(request: inference_pb2.GenerateRequest, model: ServedModel
         min_new_tokens=request.stopping.min_new_tokens,
         stop_ids=tuple(request.stopping.stop_token_ids),
         ignore_eos=request.stopping.ignore_eos,
-        overflow=_overflow(violations, request.context, model),
+        context=_context(violations, request.context, model),
     )
     _check_stopping(violations, request.stopping, wishes.max_new_tokens, model)
     time_limit = _time_limit(violations, request.stopping)
     rules = _delivery_rules(violations, request.output)
     violations.raise_any()
     is_text = request.WhichOneof("prompt") == "text"
-    if not is_text and wishes.overflow == "reject":
+    if not is_text and wishes.context.overflow == "reject":
         check_room(model, wishes, len(request.token_ids.ids))
     return GenerateSpec(
         text=request.text if is_text else None,
@@ -238,15 +249,39 @@ def _delivery_rules(violations: Violations, given: inference_pb2.OutputOptions) 
     )
 
 
-def _overflow(violations: Violations, policy: inference_pb2.ContextPolicy, model: ServedModel) -> str:
-    for descriptor, _ in policy.ListFields():
-        if descriptor.name != "overflow":
-            violations.unsupported(f"context.{descriptor.name}", "applies to no policy that is served; leave it out")
+def _context(violations: Violations, policy: inference_pb2.ContextPolicy, model: ServedModel) -> ContextWish:
+    """The policy, AUTO resolved, with its numbers within the context; `planning` fits them together."""
     given = int(policy.overflow)
-    if given == inference_pb2.CONTEXT_OVERFLOW_UNSPECIFIED:
-        return model.overflow
-    known = {int(number): name for number, name in _OVERFLOWS.items()}
-    if given not in known:
-        accepts = "CONTEXT_OVERFLOW_REJECT (2) or CONTEXT_OVERFLOW_TRUNCATE (3)"
+    if given not in _OVERFLOWS:
+        accepts = f"CONTEXT_OVERFLOW_AUTO ({inference_pb2.CONTEXT_OVERFLOW_AUTO}), _REJECT, _TRUNCATE, _ROLL, _REENCODE"
         violations.unsupported("context.overflow", f"{given} is not accepted; accepted: {accepts}")
-    return known.get(given, model.overflow)
+    overflow = _OVERFLOWS.get(given) or model.overflow
+    if overflow == "auto":
+        overflow = "roll" if model.can_roll else "reencode"
+    if overflow == "roll" and not model.can_roll:
+        text = "ROLL needs rotary, ALiBi or no positions; this model's are absolute: use REENCODE, or AUTO"
+        violations.add("context.overflow", text)
+    wish = ContextWish(
+        overflow,
+        window=policy.window_tokens if policy.HasField("window_tokens") else None,
+        sinks=policy.sink_tokens if policy.HasField("sink_tokens") else None,
+        hop=policy.hop_tokens if policy.HasField("hop_tokens") else None,
+    )
+    _check_window(violations, wish, model.context_length)
+    return wish
+
+
+def _check_window(violations: Violations, wish: ContextWish, context_length: int) -> None:
+    numbers = (
+        ("window_tokens", wish.window, ("roll", "reencode"), Integer(1, context_length)),
+        ("sink_tokens", wish.sinks, ("roll", "reencode"), Integer(0, context_length - 1)),
+        ("hop_tokens", wish.hop, ("reencode",), Integer(1, context_length)),
+    )
+    for name, value, policies, accepted in numbers:
+        if value is None:
+            continue
+        if wish.overflow in policies:
+            violations.check(f"context.{name}", value, accepted)
+        else:
+            policy = wish.overflow.upper()
+            violations.add(f"context.{name}", f"does not apply to the policy {policy}; leave it out")
