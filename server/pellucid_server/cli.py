@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
 import sys
 from collections.abc import Sequence
 from importlib import metadata
@@ -10,8 +12,8 @@ from importlib import metadata
 from pellucid_server.checkpoint_info import read_checkpoint_info
 from pellucid_server.errors import StartError
 from pellucid_server.frontend import Frontend, Package
-from pellucid_server.logs import set_up_logging
-from pellucid_server.settings import SettingsError, load_settings
+from pellucid_server.logs import log, set_up_logging
+from pellucid_server.settings import SettingsError, load_settings, unknown_variables
 
 
 def serve_command(argv: Sequence[str]) -> int:
@@ -21,6 +23,8 @@ def serve_command(argv: Sequence[str]) -> int:
     except SettingsError as error:
         return _complain(str(error), 2)
     set_up_logging(settings.log_level, settings.log_format)
+    for name in unknown_variables(os.environ):
+        log(logging.WARNING, "an environment variable is no setting of this server and has no effect", variable=name)
     try:
         asyncio.run(_serve(Package(settings, read_checkpoint_info(settings), metadata.version("pellucid"))))
     except StartError as error:

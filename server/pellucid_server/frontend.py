@@ -121,8 +121,10 @@ class Frontend:
         self._ready = ready
         self._directory.set_model(self._served_model(ready))
         self._metrics.engine.ready(ready, self._package.version)
-        self._table.engine_up()
+        streams = self._table.engine_up()
         self._readiness.engine_up()
+        if self._came_up.is_set():
+            log(logging.INFO, "the engine is back", streams=streams)
         self._came_up.set()
 
     def engine_step(self, step: StepDone) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 from wsgiref.simple_server import WSGIServer
@@ -55,4 +56,5 @@ def _check_free(address: Address, flag: str) -> None:
 def _unusable(address: Address, flag: str, error: OSError) -> StartError:
     # Name resolution reports numbers of its own, with their text in place.
     reason = error.strerror or (os.strerror(error.errno) if error.errno else str(error))
-    return StartError(f"cannot listen on {address}: {reason}; stop what uses it or choose another {flag}")
+    remedy = "stop what uses it or " if error.errno == errno.EADDRINUSE else ""
+    return StartError(f"cannot listen on {address}: {reason}; {remedy}choose another {flag}")

@@ -151,13 +151,16 @@ class RequestTable:
             self._metrics.cancellations["shutdown"].inc()
             self.fail(request, errors.Draining("the server shut down before the request was done"))
 
-    def engine_up(self) -> None:
-        """A new engine takes over every request that has a plan, each where it stood."""
+    def engine_up(self) -> int:
+        """A new engine takes over every request that has a plan, each where it stood. Returns how many."""
+        taken = 0
         for request in list(self._live.values()):
             if request.plan is not None:
                 request.recoveries += 1
                 self._metrics.streams_recovered.inc()
                 self._engine.send(submit_message(request, request.plan))
+                taken += 1
+        return taken
 
     def engine_down(self) -> None:
         """The engine died. Requests wait for the next one, unless engines keep dying on them."""

@@ -66,10 +66,15 @@ class Settings:
     )
     device: str = _setting("auto", Choice(("auto", "cpu", "cuda")), "where the model runs")
     dtype: str = _setting(
-        "auto", Choice(("auto", "float32", "bfloat16", "float16")), "number format of weights and KV cache"
+        "auto",
+        Choice(("auto", "float32", "bfloat16", "float16")),
+        "number format of weights and KV cache; auto: bfloat16 where the device multiplies it, else float32",
     )
     kv_cache_memory: int = _setting(
-        0, Size(2**10, 2**50, auto=True), "memory for the KV cache; auto: a share of what is free", default_text="auto"
+        0,
+        Size(2**10, 2**50, auto=True),
+        "memory for the KV cache; auto: max-running full contexts, at most 40 % of what is free",
+        default_text="auto",
     )
     kv_block_size: int = _setting(
         0,
@@ -143,6 +148,12 @@ class Settings:
     log_format: str = _setting("text", Choice(("text", "json")), "one line of text or one JSON object per event")
 
 
+_OTHER_VARIABLES = (
+    *("CONFIG", "COMMIT", "KERNELS"),
+    *("SERVER", "TLS", "CA_CERTIFICATE", "CERTIFICATE", "KEY", "TOKEN_FILE"),
+)
+
+
 def load_settings(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> Settings:
     """Settings from all sources. Raises SettingsError; argparse itself exits with 2 on flags it does not know."""
     environ = os.environ if environ is None else environ
@@ -161,6 +172,12 @@ def load_settings(argv: Sequence[str], environ: Mapping[str, str] | None = None)
         )
     _check_tls(settings)
     return settings
+
+
+def unknown_variables(environ: Mapping[str, str]) -> list[str]:
+    """Variables that look like settings of ours and are none; those of the client and of the kernels aside."""
+    known = {_variable(name) for name in _fields()} | {ENVIRONMENT_PREFIX + name for name in _OTHER_VARIABLES}
+    return sorted(name for name in environ if name.startswith(ENVIRONMENT_PREFIX) and name not in known)
 
 
 def _check_tls(settings: Settings) -> None:

@@ -51,12 +51,15 @@ def log_summary(
         security=protection(settings),
         metrics=addresses.metrics or "off",
     )
-    for notice in (*checkpoint.notices, *ready.notices, *_own_notices(model, ready)):
+    for notice in (*checkpoint.notices, *ready.notices, *_own_notices(checkpoint, model, ready)):
         log(logging.WARNING, notice)
 
 
-def _own_notices(model: ServedModel, ready: Ready) -> list[str]:
+def _own_notices(checkpoint: CheckpointInfo, model: ServedModel, ready: Ready) -> list[str]:
     notices = []
+    beyond = [token_id for token_id in checkpoint.eos_ids if token_id >= ready.vocab_size]
+    if beyond:
+        notices.append(f"the model has {ready.vocab_size} token ids; end tokens beyond them never come: {beyond}")
     if model.tokenizer is None:
         notices.append("the checkpoint has no tokenizer.json: prompts are token ids, and answers have no text")
     if model.cache_tokens < model.context_length:

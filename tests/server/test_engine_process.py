@@ -160,7 +160,7 @@ def test_deadlines_and_time_limits(checkpoint: Path) -> None:
         ({"dtype": "float16"}, "--dtype float16 needs a CUDA device"),
         ({"kv_block_size": 12}, "--kv-block-size 12: must be a power of two"),
         ({"max_context": 5000}, "--max-context 5000: the model was trained with 4096 tokens"),
-        ({"kv_cache_memory": 1000}, "the KV cache needs 3.0 KiB for one block of 8 tokens, but has 1000 B"),
+        ({"kv_cache_memory": 1000}, "the KV cache needs 3KiB for one block of 8 tokens, but has 1000B"),
         ({"kv_cache_memory": 1 << 60}, "--kv-cache-memory"),
         ({"tokenizer_size": 1000}, "tokenizer.json has 1000 tokens"),
         ({"max_step_tokens": 4}, "max_step_tokens = 4 must be at least max_running = 8"),

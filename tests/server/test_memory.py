@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pellucid_server.engine.memory import available_memory, format_bytes
+from pellucid_server.engine.memory import available_memory
 
 GIB = 1 << 30
 
@@ -42,8 +42,3 @@ def test_control_group_limits_count_without_reclaimable_pages(meminfo: Path, tmp
 
 def test_the_real_machine_has_some() -> None:
     assert available_memory() > 1 << 20
-
-
-@pytest.mark.parametrize(("count", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (3 * GIB, "3.0 GiB")])
-def test_formatting(count: int, text: str) -> None:
-    assert format_bytes(count) == text

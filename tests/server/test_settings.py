@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pellucid_server.options import Address
-from pellucid_server.settings import Settings, SettingsError, load_settings
+from pellucid_server.settings import Settings, SettingsError, load_settings, unknown_variables
 
 
 def load(*argv: str, **environ: str) -> Settings:
@@ -216,3 +216,8 @@ def test_the_document_lists_every_setting() -> None:
         assert accepted == field.metadata["option"].accepts
         assert meaning == field.metadata["help"]
     assert listed == {}
+
+
+def test_variables_that_are_no_settings_are_found() -> None:
+    environ = {"PELLUCID_MAX_RUNNING": "4", "PELLUCID_MAX_RUNING": "4", "PELLUCID_SERVER": "x", "PATH": "y"}
+    assert unknown_variables(environ) == ["PELLUCID_MAX_RUNING"]

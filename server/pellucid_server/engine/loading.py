@@ -22,10 +22,11 @@ from pellucid_server.engine.cache import (
     learn_shapes,
     native_window,
 )
-from pellucid_server.engine.memory import available_memory, format_bytes
+from pellucid_server.engine.memory import available_memory
 from pellucid_server.engine.messages import Configure, Ready
 from pellucid_server.engine.runner import ModelRunner
 from pellucid_server.kv.blocks import BlockPool
+from pellucid_server.options import size_text
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 CACHE_SHARE = 0.4
@@ -158,7 +159,7 @@ def choose_block_count(
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()
     if configure.kv_cache_memory > free:
         raise ModelError(
-            f"--kv-cache-memory {format_bytes(configure.kv_cache_memory)}: only {format_bytes(free)} are free "
+            f"--kv-cache-memory {size_text(configure.kv_cache_memory)}: only {size_text(free)} are free "
             "beside the weights; give less"
         )
     wanted = configure.max_running * -(-context_length // block_size)
@@ -166,8 +167,8 @@ def choose_block_count(
     if blocks < 1:
         memory = configure.kv_cache_memory or free
         raise ModelError(
-            f"the KV cache needs {format_bytes(block_bytes)} for one block of {block_size} tokens, but has "
-            f"{format_bytes(memory)}; raise --kv-cache-memory, or lower --kv-block-size"
+            f"the KV cache needs {size_text(block_bytes)} for one block of {block_size} tokens, but has "
+            f"{size_text(memory)}; raise --kv-cache-memory, or lower --kv-block-size"
         )
     return blocks
 
@@ -184,6 +185,6 @@ def _check_weights_fit(folder: Path, device: torch.device) -> None:
     need, free = 2 * stored, available_memory()
     if device.type == "cpu" and need > free:
         raise ModelError(
-            f"checkpoint {folder} takes about {format_bytes(need)} while it is loaded, but only {format_bytes(free)} "
+            f"checkpoint {folder} takes about {size_text(need)} while it is loaded, but only {size_text(free)} "
             "are free; use a machine or container with more memory"
         )

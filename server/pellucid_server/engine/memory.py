@@ -18,15 +18,6 @@ def available_memory(meminfo: Path = MEMINFO, cgroup_root: Path = CGROUP_ROOT) -
     return max(0, min(bytes_ for bytes_ in room if bytes_ is not None))
 
 
-def format_bytes(count: float) -> str:
-    """1536 -> "1.5 KiB"."""
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} GiB"
-
-
 class GpuMemory:
     """Bytes that torch holds for tensors, and those it has taken from the GPU; both 0 without one."""
 

@@ -224,7 +224,8 @@ def _time_limit(violations: Violations, given: inference_pb2.StoppingCriteria) -
     seconds = duration_seconds(given.time_limit)
     if seconds is None or not seconds > 0:
         shown = f"{given.time_limit.seconds} s {given.time_limit.nanos} ns"
-        violations.add("stopping.time_limit", f"{shown} is not accepted; accepted: a duration greater than 0")
+        accepts = "more than 0 s and at most 315576000000 s"
+        violations.add("stopping.time_limit", f"{shown} is not accepted; accepted: {accepts}")
     return seconds
 
 
