@@ -89,7 +89,7 @@ HEAVY = {"torch", "numpy", "transformers"}
 
 
 def test_the_client_leaves_torch_unloaded() -> None:
-    loaded = loaded_after("pellucid_client", "pellucid_client.cli")
+    loaded = loaded_after("pellucid_client.client", "pellucid_client.aio", "pellucid_client.commands.dispatch")
     assert "grpc" in loaded
     assert loaded & (HEAVY | {"tokenizers", "msgspec"}) == set()
 

@@ -21,7 +21,7 @@ from pellucid.v1 import inference_pb2
 from pellucid_client import cli
 from pellucid_client.commands import dispatch
 
-from .conftest import Scripted, answer, fail
+from .conftest import Scripted, answer, fail, serve
 from .test_client import Endless
 from .test_errors import free_address
 
@@ -97,7 +97,7 @@ def test_every_flag_reaches_its_field(scripted: Scripted) -> None:
         output=inference_pb2.OutputOptions(keep_special_tokens=True),
         context=inference_pb2.ContextPolicy(overflow=inference_pb2.CONTEXT_OVERFLOW_TRUNCATE),
     )
-    assert scripted.requests[-1] == expected
+    assert [each for each in scripted.requests if isinstance(each, inference_pb2.GenerateRequest)] == [expected]
 
 
 def test_json_echo_and_usage(scripted: Scripted) -> None:
@@ -236,6 +236,27 @@ def test_no_server(scripted: Scripted) -> None:
         assert stderr.startswith(f"pellucid: no connection to the server at {address}: Connection refused")
         assert "Is `pellucid serve` running there? --server or PELLUCID_SERVER names another." in stderr
         assert stderr.count("\n") == 1
+
+
+def test_a_server_that_hangs_up_is_one_line() -> None:
+    """gRPC would log the end of the connection."""
+    script = Scripted()
+    script.generate = endless = Endless()
+    server = serve(script)
+    process = subprocess.Popen(
+        [*COMMAND, "generate", "x", "--server", script.address],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment(),
+    )
+    assert process.stdout is not None
+    assert process.stdout.read(1) == b"a"
+    server.stop(grace=None).wait()
+    _, stderr = process.communicate(timeout=10)
+    assert process.returncode == 1
+    assert stderr.startswith(b"pellucid: ")
+    assert stderr.count(b"\n") == 1
+    assert endless.ended.wait(5)
 
 
 @pytest.mark.parametrize(

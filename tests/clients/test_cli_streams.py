@@ -73,8 +73,8 @@ def test_a_closed_standard_output_is_told_before_anything_is_sent(scripted: Scri
         ("generate <&-", b"standard input is closed"),
         ("tokenize - <&-", b"standard input is closed"),
         ("generate --file - <&-", b"--file -: standard input is closed"),
-        ("generate </", b"standard input: Is a directory"),
-        ("generate --file - </", b"--file -: Is a directory"),
+        ("generate 0>/dev/null", b"standard input: Bad file descriptor"),
+        ("generate --file - 0>/dev/null", b"--file -: Bad file descriptor"),
         ("generate --file /", b"--file /: Is a directory"),
     ],
 )

@@ -1,5 +1,8 @@
 """What both clients do with a server that answers as the contract says."""
 
+# ruff: noqa: ASYNC109
+# `timeout` is a case here.
+
 from __future__ import annotations
 
 import asyncio
@@ -310,6 +313,7 @@ async def test_closing_ends_what_is_in_flight(scripted: Scripted) -> None:
     with pytest.raises(Cancelled):
         stream.result()
 
+    scripted.generate = Endless()
     other = AsyncClient(scripted.address)
     reading = other.generate("x")
     await anext(reading)
@@ -320,7 +324,12 @@ async def test_closing_ends_what_is_in_flight(scripted: Scripted) -> None:
         await task
 
     came, go_on = threading.Event(), threading.Event()
-    scripted.unary = lambda context: (came.set(), go_on.wait(10))[0]
+
+    def wait(context: grpc.ServicerContext) -> None:
+        came.set()
+        go_on.wait(10)
+
+    scripted.unary = wait
     third = AsyncClient(scripted.address)
     asking = asyncio.create_task(third.load())
     await asyncio.to_thread(came.wait, 10)

@@ -137,8 +137,9 @@ def test_a_cancelled_prompt_is_told(scripted: Scripted) -> None:
     ) -> Iterator[inference_pb2.GenerateResponse]:
         if request.text == "bad":
             yield from mirror(request, context)
-        reason = "CANCELLED" if request.text == "gone" else "EOS"
-        yield from answer("x", reason=inference_pb2.FinishReason.Value(f"FINISH_REASON_{reason}"))(request, context)
+        gone = request.text == "gone"
+        reason = inference_pb2.FINISH_REASON_CANCELLED if gone else inference_pb2.FINISH_REASON_EOS
+        yield from answer("x", reason=reason)(request, context)
 
     scripted.generate = generate
     done = run(scripted, "a\ngone\nb\n")

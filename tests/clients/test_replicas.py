@@ -241,6 +241,72 @@ def test_what_an_address_may_be() -> None:
             Client(wrong)
 
 
+@pytest.mark.parametrize(
+    "address",
+    [
+        "localhost:50051",
+        "my_server.example-1.com:1",
+        "服务器:65535",
+        "127.0.0.1:50051",
+        "[::1]:50051",
+        "[fe80::1%eth0]:50051",
+        "dns:server:1",
+        "dns:///server.default.svc:50051",
+        "dns://8.8.8.8/server:50051",
+        "ipv4:10.0.0.1:1",
+        "ipv4:10.0.0.1:1,10.0.0.2:2",
+        "ipv6:[::1]:1,[::2]:2",
+        "unix:/run/pellucid.sock",
+    ],
+)
+def test_addresses(address: str) -> None:
+    assert target(address) == address
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "",
+        " ",
+        "nonsense",
+        ":50051",
+        "host:",
+        "host:0",
+        "host:65536",
+        "host:-1",
+        "host:five",
+        "host:１",
+        "host:99999999999999999999",
+        "host:1 ",
+        "two words:1",
+        "http://host:50051",
+        "host:1/path",
+        "::1:50051",
+        "[::1]",
+        "[nonsense]:1",
+        "host:1,host:2",
+        "dns:",
+        "dns:///",
+        "dns:///host",
+        "ipv4:",
+        "ipv4:host:1",
+        "ipv4:10.0.0.1:1,",
+        "ipv4:[::1]:1",
+        "ipv6:::1:1",
+        "unix:",
+        "a\nb:1",
+    ],
+)
+def test_what_is_no_address_is_refused_with_what_is_accepted(address: str) -> None:
+    for given in (address, [address]):
+        with pytest.raises(
+            ValueError, match=r"^address: .* is not accepted; accepted: HOST:PORT with a port from 1 to"
+        ):
+            Client(given)
+        with pytest.raises(ValueError, match=r"^address: "):
+            AsyncClient(given)
+
+
 def test_the_documents_addresses_are_accepted() -> None:
     (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "clients.md").read_text("utf-8"), re.DOTALL)
     assert example.count("Client(") == 3

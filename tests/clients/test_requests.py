@@ -13,12 +13,16 @@ from hypothesis import strategies as st
 from pellucid.v1 import inference_pb2
 from pellucid_client import GenerateOptions, InvalidRequest
 from pellucid_client._requests import (
+    _ACCEPTED,
     cancel_request,
     detokenize_request,
     generate_request,
     model_request,
     tokenize_request,
 )
+from pellucid_server.options import Option
+from pellucid_server.rpc.validation import MIN_TOKENS_PER_MESSAGE
+from pellucid_server.settings import MIN_P, TEMPERATURE, TOP_K, TOP_P
 
 # Option -> (its zero-like value, path of its field, the field's value).
 ZEROS: dict[str, tuple[Any, str, Any]] = {
@@ -144,6 +148,45 @@ def test_what_a_message_cannot_hold_is_named(wrong: dict[str, Any], path: str) -
         generate_request("hi", options(**wrong))
     assert [each.field for each in caught.value.violations] == [path]
     assert path in str(caught.value)
+
+
+ACCEPTED: list[tuple[dict[str, Any], str]] = [
+    ({"top_k": -1}, "-1 is not accepted; accepted: a whole number from 0 to 2147483647"),
+    ({"seed": -1}, "-1 is not accepted; accepted: a whole number from 0 to 18446744073709551615"),
+    ({"max_new_tokens": 1.5}, "1.5 is not accepted; accepted: a whole number from 0 to 4294967295"),
+    ({"stop_token_ids": [-1]}, "[-1] is not accepted; accepted: a list, each a whole number from 0 to 4294967295"),
+    ({"stop": [1]}, "[1] is not accepted; accepted: a list, each text"),
+    ({"temperature": "hot"}, "'hot' is not accepted; accepted: a number in [0, 100]"),
+    ({"time_limit": 1e300}, "1e+300 is not accepted; accepted: a number of seconds from 0 to 315576000000"),
+    ({"context": "rolling"}, "'rolling' is not accepted; accepted: auto, reject, truncate, roll, reencode"),
+    ({"delivery": 1}, "1 is not accepted; accepted: incremental, final"),
+    ({"ignore_eos": "yes"}, "'yes' is not accepted; accepted: True or False"),
+    ({"request_id": 7}, "7 is not accepted; accepted: text"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "text"), ACCEPTED)
+def test_what_is_accepted_instead_is_said(wrong: dict[str, Any], text: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        generate_request("hi", options(**wrong))
+    assert [each.description for each in caught.value.violations] == [text]
+
+
+def test_ranges_are_the_servers() -> None:
+    servers: dict[str, Option] = {
+        "sampling.temperature": TEMPERATURE,
+        "sampling.top_k": TOP_K,
+        "sampling.top_p": TOP_P,
+        "sampling.min_p": MIN_P,
+        "output.min_tokens_per_message": MIN_TOKENS_PER_MESSAGE,
+    }
+    assert {path: _ACCEPTED[path] for path in servers} == {path: each.accepts for path, each in servers.items()}
+
+
+@pytest.mark.parametrize("option", [*ZEROS, *OTHERS])
+def test_every_option_has_words_for_what_it_accepts(option: str) -> None:
+    with pytest.raises(InvalidRequest, match="is not accepted; accepted: "):
+        generate_request("hi", options(**{option: object()}))
 
 
 def test_every_wrong_value_is_named_at_once() -> None:

@@ -23,6 +23,7 @@ from pellucid_client import (
     DeadlineExceeded,
     InternalError,
     Overloaded,
+    RequestTooLarge,
     Unavailable,
 )
 from pellucid_client._retry import DEFAULT_ATTEMPTS, Retries
@@ -178,6 +179,23 @@ async def test_cancel_between_attempts(scripted: Scripted) -> None:
     assert len(scripted.requests) == 2
 
 
+@pytest.mark.parametrize("kind", [Client, AsyncClient])
+async def test_a_client_may_wait_for_room(scripted: Scripted, kind: type[Client] | type[AsyncClient]) -> None:
+    scripted.generate = failing(6, grpc.StatusCode.RESOURCE_EXHAUSTED, info("QUEUE_FULL"), retry(0.001))
+    client = kind(scripted.address, attempts=1, wait_for_room=True)
+    answered: Any = client.generate("x", timeout=30).result()
+    completion = await answered if kind is AsyncClient else answered
+    assert completion.text == "今天天气"
+    assert len(scripted.requests) == 7
+
+    scripted.generate = failing(6, grpc.StatusCode.RESOURCE_EXHAUSTED, info("REQUEST_TOO_LARGE"))
+    with pytest.raises(RequestTooLarge):  # There will never be room for it.
+        await client.generate("x").result() if isinstance(client, AsyncClient) else client.generate("x").result()
+    closed: Any = client.close()
+    if kind is AsyncClient:
+        await closed
+
+
 class Refused(grpc.RpcError):
     """What the client reads of a failed call besides its status."""
 
@@ -204,6 +222,27 @@ def test_the_backoff_grows() -> None:
     assert delays.pop() is None
     for delay, expected in zip(delays, [0.1, 0.2, 0.4, 0.8, 1.6, 2.0, 2.0], strict=True):
         assert delay == pytest.approx(expected, rel=0.21)
+
+
+OVERLOADED = Overloaded("full", code=grpc.StatusCode.RESOURCE_EXHAUSTED, retry_after=0.5)
+
+
+def test_waits_for_room_are_at_least_as_long_as_asked_and_grow() -> None:
+    assert Retries(3, None).delay(Refused(), OVERLOADED) is None
+    retries = Retries(1, None, wait_for_room=True)
+    delays = [retries.delay(Refused(), OVERLOADED) for _ in range(2000)]
+    for delay, least in zip(delays, [0.5, 0.5, 0.5, 0.8, 1.6, *[2.0] * 1995], strict=True):
+        assert delay is not None
+        assert least <= delay <= least * 1.4
+    assert len(set(delays)) > 1000
+    assert Retries(1, None, wait_for_room=True).delay(Refused(("grpc-retry-pushback-ms", "-1")), OVERLOADED) is None
+    assert Retries(1, 0.4, wait_for_room=True).delay(Refused(), OVERLOADED) is None
+    assert Retries(1, None, wait_for_room=True).delay(Refused(), UNAVAILABLE) is None
+
+
+def test_a_wait_without_end_is_not_begun() -> None:
+    for trailers in ([("grpc-retry-pushback-ms", "9" * 400)], [("grpc-retry-pushback-ms", "9" * 15)]):
+        assert Retries(3, None).delay(Refused(*trailers), UNAVAILABLE) is None
 
 
 def test_a_count_of_attempts_that_cannot_be() -> None:

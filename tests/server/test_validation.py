@@ -52,6 +52,23 @@ def refused(kind: type[InvalidRequest] = InvalidRequest, tokenizer: bool = True,
 
 
 @pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (1.0000001, "1.0000001"),
+        (1.0001, "1.0001"),
+        (200.1, "200.1"),
+        (-1e-9, "-1e-09"),
+        (3.4028235e38, "3.4028235e+38"),
+        (math.inf, "inf"),
+        (math.nan, "nan"),
+    ],
+)
+def test_a_refused_number_is_shown_as_it_was_sent(value: float, shown: str) -> None:
+    found = refused(sampling={"top_p": value})
+    assert found == {"sampling.top_p": f"{shown} is not accepted; accepted: a number in (0, 1]"}
+
+
+@pytest.mark.parametrize(
     ("field", "good", "bad"),
     [
         ("temperature", [0.0, 1e-9, 1.0, 100.0], [math.nan, math.inf, -math.inf, -1e-9, -1.0, 100.1, 1e30]),

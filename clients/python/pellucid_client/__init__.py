@@ -4,46 +4,53 @@
     >>> with Client("127.0.0.1:50051") as client:
     ...     print(client.generate("今天天气", temperature=0).result().text)
 
-It needs gRPC alone; importing it never loads torch.
+It needs gRPC alone; importing it never loads torch. gRPC itself is loaded with the first name that is used, so that the
+command line is there for Ctrl-C before.
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from pellucid import __version__ as __version__
-from pellucid_client._requests import DetokenizeOptions, GenerateOptions, TokenizeOptions
-from pellucid_client.aio import AsyncClient, AsyncGenerateStream
-from pellucid_client.client import Client, GenerateStream
-from pellucid_client.errors import (
-    Cancelled,
-    ConnectionFailed,
-    DeadlineExceeded,
-    InternalError,
-    InvalidRequest,
-    ModelNotFound,
-    Overloaded,
-    PellucidError,
-    PermissionDenied,
-    PromptTooLong,
-    RequestIdInUse,
-    RequestTooLarge,
-    ResourceExhausted,
-    SlowConsumer,
-    Unauthenticated,
-    Unavailable,
-    Violation,
-)
-from pellucid_client.results import (
-    Chunk,
-    Completion,
-    Finish,
-    Load,
-    Model,
-    PromptInfo,
-    Sampling,
-    ServerInfo,
-    Stopping,
-    Timings,
-    Tokenization,
-    Usage,
-)
+
+if TYPE_CHECKING:
+    from pellucid_client._requests import DetokenizeOptions, GenerateOptions, TokenizeOptions
+    from pellucid_client.aio import AsyncClient, AsyncGenerateStream
+    from pellucid_client.client import Client, GenerateStream
+    from pellucid_client.errors import (
+        Cancelled,
+        ClientClosed,
+        ConnectionFailed,
+        DeadlineExceeded,
+        InternalError,
+        InvalidRequest,
+        ModelNotFound,
+        Overloaded,
+        PellucidError,
+        PermissionDenied,
+        PromptTooLong,
+        RequestIdInUse,
+        RequestTooLarge,
+        ResourceExhausted,
+        SlowConsumer,
+        Unauthenticated,
+        Unavailable,
+        Violation,
+    )
+    from pellucid_client.results import (
+        Chunk,
+        Completion,
+        Finish,
+        Load,
+        Model,
+        PromptInfo,
+        Sampling,
+        ServerInfo,
+        Stopping,
+        Timings,
+        Tokenization,
+        Usage,
+    )
 
 __all__ = [
     "AsyncClient",
@@ -51,6 +58,7 @@ __all__ = [
     "Cancelled",
     "Chunk",
     "Client",
+    "ClientClosed",
     "Completion",
     "ConnectionFailed",
     "DeadlineExceeded",
@@ -83,3 +91,20 @@ __all__ = [
     "Usage",
     "Violation",
 ]
+
+_HOMES = ("errors", "results", "_requests", "client", "aio")
+
+
+def __getattr__(name: str) -> object:
+    """Loads a public name when it is first asked for (PEP 562)."""
+    if name in __all__:
+        for home in _HOMES:
+            module = import_module(f"{__name__}.{home}")
+            if hasattr(module, name):
+                globals()[name] = getattr(module, name)
+                return globals()[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

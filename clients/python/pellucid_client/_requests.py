@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypedDict, TypeVar
 
 import grpc
+from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 
@@ -73,7 +74,7 @@ class GenerateOptions(TypedDict, total=False):
     min_tokens_per_message: int | None
     """[1, 256]; tokens to gather before a message is sent."""
     timeout: float | None
-    """Seconds; then DeadlineExceeded."""
+    """Seconds, greater than 0; then DeadlineExceeded."""
 
 
 class TokenizeOptions(TypedDict, total=False):
@@ -168,8 +169,9 @@ def _filled(message: M, wishes: Sequence[_Wish], prefix: str = "") -> M:
             violations.append(
                 Violation(prefix + wish.path, f"not Unicode text: {error.reason}, at character {error.start}")
             )
-        except (TypeError, ValueError, OverflowError) as error:
-            violations.append(Violation(prefix + wish.path, f"cannot hold {reprlib.repr(wish.value)}: {error}"))
+        except (TypeError, ValueError, OverflowError):
+            text = f"{reprlib.repr(wish.value)} is not accepted; accepted: {_accepted(message, wish.path)}"
+            violations.append(Violation(prefix + wish.path, text))
     if violations:
         raise InvalidRequest(
             "; ".join(map(str, violations)),
@@ -195,6 +197,17 @@ def _put(message: Message, path: str, value: object) -> None:
         setattr(message, leaf, value)
 
 
+def _accepted(message: Message, path: str) -> str:
+    """What a field takes, in the server's words where those say more than its type."""
+    if path in _ACCEPTED:
+        return _ACCEPTED[path]
+    *parents, leaf = path.split(".")
+    for parent in parents:
+        message = getattr(message, parent)
+    words = _TYPES[message.DESCRIPTOR.fields_by_name[leaf].type]
+    return f"a list, each {words}" if hasattr(getattr(message, leaf), "extend") else words
+
+
 def _duration(seconds: float) -> Duration:
     duration = Duration()
     duration.FromNanoseconds(round(seconds * 1e9))
@@ -208,7 +221,7 @@ def _strings(value: str | Sequence[str]) -> list[str]:
 def _one_of(choices: dict[str, int]) -> Callable[[str], int]:
     def convert(value: str) -> int:
         if value not in choices:
-            raise ValueError(f"must be one of {', '.join(choices)}")
+            raise ValueError
         return choices[value]
 
     return convert
@@ -253,6 +266,23 @@ _FIELDS = {
     "return_prompt_token_ids": "output.return_prompt_token_ids",
     "delivery": "output.delivery_mode",
     "min_tokens_per_message": "output.min_tokens_per_message",
+}
+_TYPES = {
+    FieldDescriptor.TYPE_UINT32: "a whole number from 0 to 4294967295",
+    FieldDescriptor.TYPE_UINT64: "a whole number from 0 to 18446744073709551615",
+    FieldDescriptor.TYPE_FLOAT: "a number",
+    FieldDescriptor.TYPE_BOOL: "True or False",
+    FieldDescriptor.TYPE_STRING: "text",
+}
+_ACCEPTED = {
+    "sampling.temperature": "a number in [0, 100]",
+    "sampling.top_k": "a whole number from 0 to 2147483647",
+    "sampling.top_p": "a number in (0, 1]",
+    "sampling.min_p": "a number in [0, 1)",
+    "stopping.time_limit": "a number of seconds from 0 to 315576000000",
+    "context.overflow": ", ".join(_CONTEXTS),
+    "output.delivery_mode": ", ".join(_DELIVERIES),
+    "output.min_tokens_per_message": "a whole number from 1 to 256",
 }
 # Options whose values are not what the field holds.
 _CONVERSIONS: dict[str, Callable[[Any], object]] = {

@@ -4,6 +4,9 @@ Only UNAVAILABLE, and of a stream only before its first message: from then on a 
 than the first. The server's pushback decides how long to wait, else an exponential backoff with jitter. A call's
 timeout covers all of its attempts, and an attempt that could not start in time is not waited for.
 
+A caller may also choose to wait for room in a server that is full. Such attempts are not counted; the server's pushback
+is then the least wait, which grows with each attempt and has jitter, so that many callers do not come back at once.
+
 The rules are gRPC's own (proposal A6), which a retryPolicy in the service config would bring. It is not used because
 in grpcio up to 1.85 it can leave a synchronous stream waiting for ever, past its deadline, when the connection breaks
 before the first message and the last attempt cannot connect.
@@ -11,6 +14,7 @@ before the first message and the last attempt cannot connect.
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Iterable
@@ -18,7 +22,7 @@ from typing import Any, cast
 
 import grpc
 
-from pellucid_client.errors import PellucidError
+from pellucid_client.errors import InvalidRequest, Overloaded, PellucidError, Violation
 
 DEFAULT_ATTEMPTS = 3
 PUSHBACK = "grpc-retry-pushback-ms"
@@ -26,43 +30,61 @@ FIRST_BACKOFF = 0.1
 """Seconds; doubled after each attempt."""
 MAX_BACKOFF = 2.0
 JITTER = 0.2
+LONGEST = 27_000 * 3600.0
+"""Seconds; gRPC's longest deadline, three years. It fails calls whose deadline is much longer."""
 
 
-class Retries:
-    """The attempts and the seconds that are left to one call.
+class Deadline:
+    """When a call must be done.
 
-    attempts  at the most, the first included
-    timeout   seconds for all of them together; None: no limit
+    timeout  seconds; None, and more than LONGEST: no limit
+
+    Raises InvalidRequest where it is not greater than 0.
     """
 
-    def __init__(self, attempts: int, timeout: float | None) -> None:
-        self._left = attempts - 1
-        self._made = 0
-        self._deadline = None if timeout is None else time.monotonic() + timeout
+    def __init__(self, timeout: float | None) -> None:
+        if timeout is not None and not (isinstance(timeout, int | float) and timeout > 0):
+            raise _refused(timeout)
+        self._end = None if timeout is None or timeout > LONGEST else time.monotonic() + timeout
 
     def remaining(self) -> float | None:
-        """Seconds until the deadline; None: there is none."""
-        return None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
+        """Seconds until then; None: there is no limit."""
+        return None if self._end is None else max(0.0, self._end - time.monotonic())
+
+
+class Retries(Deadline):
+    """The attempts and the seconds that are left to one call.
+
+    attempts       at the most, the first included
+    timeout        seconds for all of them together; None: no limit
+    wait_for_room  try again, and do not count it, while the server is full
+    """
+
+    def __init__(self, attempts: int, timeout: float | None, *, wait_for_room: bool = False) -> None:
+        super().__init__(timeout)
+        self._left = attempts - 1
+        self._made = 0
+        self._wait_for_room = wait_for_room
 
     def delay(self, error: grpc.RpcError, failure: PellucidError) -> float | None:
         """Seconds to wait before the next attempt, which is then counted; None: `failure` is final."""
-        if failure.code is not grpc.StatusCode.UNAVAILABLE or self._left <= 0:
+        full = self._wait_for_room and isinstance(failure, Overloaded)
+        if not full and (failure.code is not grpc.StatusCode.UNAVAILABLE or self._left <= 0):
             return None
-        delay = self._wait(_pushback(error), failure.retry_after)
-        remaining = self.remaining()
-        if delay is None or (remaining is not None and delay >= remaining):
+        pushback, remaining = _pushback(error, failure), self.remaining()
+        if pushback is None:
+            delay = self._backoff() * random.uniform(1 - JITTER, 1 + JITTER)
+        else:
+            delay = max(pushback, self._backoff()) * random.uniform(1, 1 + 2 * JITTER) if full else pushback
+        if delay >= (LONGEST if remaining is None else remaining):
             return None
-        self._left -= 1
+        self._left -= 0 if full else 1
         self._made += 1
         return delay
 
-    def _wait(self, pushback: str | None, retry_after: float | None) -> float | None:
-        if pushback is not None:
-            return int(pushback) / 1000 if pushback.isdecimal() else None  # Anything else means: do not try again.
-        if retry_after is not None:
-            return retry_after
-        backoff: float = min(FIRST_BACKOFF * 2**self._made, MAX_BACKOFF)
-        return backoff * random.uniform(1 - JITTER, 1 + JITTER)
+    def _backoff(self) -> float:
+        doublings = min(self._made, 10)  # Bounded, since waiting for room may go on for ever.
+        return min(FIRST_BACKOFF * 2.0**doublings, MAX_BACKOFF)
 
 
 def check_attempts(attempts: int) -> int:
@@ -72,10 +94,17 @@ def check_attempts(attempts: int) -> int:
     return attempts
 
 
-def _pushback(error: grpc.RpcError) -> str | None:
-    """The server's word on retries: milliseconds, or anything else for "no"."""
+def _refused(timeout: object) -> InvalidRequest:
+    violation = Violation("timeout", f"{timeout!r} is not accepted; accepted: a number of seconds greater than 0")
+    return InvalidRequest(
+        str(violation), code=grpc.StatusCode.INVALID_ARGUMENT, reason="INVALID_FIELD", violations=(violation,)
+    )
+
+
+def _pushback(error: grpc.RpcError, failure: PellucidError) -> float | None:
+    """Seconds that the server asks to wait; infinitely many for "do not try again"; None where it says nothing."""
     trailers: Iterable[tuple[str, str | bytes]] = cast("Any", error).trailing_metadata() or ()
     for key, value in trailers:
         if key == PUSHBACK:
-            return value if isinstance(value, str) else ""
-    return None
+            return float(value) / 1000 if isinstance(value, str) and value.isdecimal() else math.inf
+    return failure.retry_after

@@ -14,17 +14,20 @@ from collections.abc import Sequence
 
 MAX_MESSAGE_BYTES = 16 * 2**20
 HEALTH_SERVICE = "pellucid.v1.InferenceService"
-_SCHEME = re.compile(r"(dns:(///)?|ipv4:|ipv6:)")
+_SCHEME = re.compile(r"(dns:(//[^/]*/)?|ipv4:|ipv6:)")
+_HOST = re.compile(r"[\w.-]+|\[[0-9A-Fa-f:.]+(%[\w.-]+)?\]")
 
 Options = list[tuple[str, int | str]]
 
 
 def target(address: str | Sequence[str]) -> str:
-    """The gRPC target. Raises ValueError where several addresses are not all IP:PORT of one family."""
+    """The gRPC target. Raises ValueError for what is not an address, and for several that are not all IP:PORT of one
+    family.
+    """
     if isinstance(address, str):
-        return address
+        return _checked(address)
     if len(address) == 1:
-        return address[0]
+        return _checked(address[0])
     families = {_family(each) for each in address}
     if len(families) != 1:
         raise ValueError(f"address: {list(address)} is not a list of IP:PORT, all IPv4 or all IPv6")
@@ -62,18 +65,46 @@ _SPREAD = {
 }
 
 
+def _checked(address: str) -> str:
+    scheme = _SCHEME.match(address)
+    if address.startswith("unix:"):
+        accepted = len(address) > len("unix:")
+    elif scheme is None or scheme[0].startswith("dns:"):
+        host, _, port = address[scheme.end() if scheme else 0 :].rpartition(":")
+        accepted = _HOST.fullmatch(host) is not None and _is_port(port)
+    else:
+        family = scheme[0].removesuffix(":")
+        accepted = all(_ip_family(each) == family for each in address[scheme.end() :].split(","))
+    if not accepted:
+        raise ValueError(
+            f"address: {address!r} is not accepted; accepted: HOST:PORT with a port from 1 to 65535, such as "
+            "127.0.0.1:50051 or [::1]:50051, 'dns:///NAME:PORT', and 'ipv4:IP:PORT,IP:PORT'"
+        )
+    return address
+
+
 def _family(address: str) -> str:
-    host, _, port = address.rpartition(":")
-    version: int
-    try:
-        version = ipaddress.ip_address(host.removeprefix("[").removesuffix("]")).version
-    except ValueError:
-        version = 0
-    if not version or not port.isdecimal():
+    family = _ip_family(address)
+    if family is None:
         raise ValueError(
             f"address: {address!r} is not IP:PORT; for several servers behind one name use 'dns:///NAME:PORT'"
         )
-    return f"ipv{version}"
+    return family
+
+
+def _ip_family(address: str) -> str | None:
+    """ "ipv4" or "ipv6"; None where the address is not IP:PORT, an IPv6 one in brackets."""
+    host, _, port = address.rpartition(":")
+    bracketed = host.startswith("[") and host.endswith("]")
+    try:
+        version = ipaddress.ip_address(host[1:-1] if bracketed else host).version
+    except ValueError:
+        return None
+    return f"ipv{version}" if _is_port(port) and bracketed == (version == 6) else None
+
+
+def _is_port(text: str) -> bool:
+    return text.isascii() and text.isdecimal() and len(text) <= 5 and 1 <= int(text) <= 65535
 
 
 def _is_loopback(address: str) -> bool:

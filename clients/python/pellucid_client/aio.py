@@ -17,7 +17,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from types import TracebackType
 from typing import Any, Self, Unpack
@@ -39,9 +38,9 @@ from pellucid_client._requests import (
     model_request,
     tokenize_request,
 )
-from pellucid_client._retry import Retries
+from pellucid_client._retry import Deadline, Retries
 from pellucid_client._stream import StreamBase, cancelled_here
-from pellucid_client.errors import DeadlineExceeded, Unavailable, error_from_rpc
+from pellucid_client.errors import Cancelled, ClientClosed, DeadlineExceeded, Unavailable, error_from_rpc
 from pellucid_client.results import Chunk, Completion, Load, Model, ServerInfo, Tokenization
 
 
@@ -69,8 +68,8 @@ class AsyncGenerateStream(StreamBase):
                 if (delay := self._delay(error, failure)) is None:
                     raise failure from error
             except asyncio.CancelledError:
-                if not self._cancelled.is_set():
-                    raise  # The task is cancelled, not the stream.
+                if not self._cancelled.is_set() and _task_is_cancelled():
+                    raise  # The task is cancelled, not the stream or its client.
                 raise cancelled_here() from None
             await self._pause(delay)
             self._restart()
@@ -97,6 +96,11 @@ class AsyncGenerateStream(StreamBase):
         self.cancel()
 
 
+def _task_is_cancelled() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
 class AsyncClient:
     """A connection to a Pellucid server, or to several that serve the same; close it, or use it with
     `async with`.
@@ -110,6 +114,7 @@ class AsyncClient:
     credentials  gRPC's own, in place of all of TLS above
     metadata     sent with every call, such as (("traceparent", "…"),)
     attempts     how often a call is tried while the server is UNAVAILABLE and nothing of the answer has come; 1 = once
+    wait_for_room     where the server is full, try again until the call's timeout instead of raising Overloaded
 
     Raises ValueError for addresses, attempts or files that cannot be.
     """
@@ -126,6 +131,7 @@ class AsyncClient:
         credentials: grpc.ChannelCredentials | None = None,
         metadata: Sequence[tuple[str, str]] = (),
         attempts: int = _retry.DEFAULT_ATTEMPTS,
+        wait_for_room: bool = False,
     ) -> None:
         self.address = _target.target(address)
         credentials = _security.channel_credentials(
@@ -133,6 +139,8 @@ class AsyncClient:
         )
         self._metadata = _security.call_metadata(tuple(metadata), token)
         self._attempts = _retry.check_attempts(attempts)
+        self._wait_for_room = wait_for_room
+        self._closed = False
         options = _target.channel_options(self.address)
         self._channel = (
             grpc.aio.insecure_channel(self.address, options)
@@ -151,8 +159,8 @@ class AsyncClient:
             _calls.GENERATE_PATH, _calls.serialize, inference_pb2.GenerateResponse.FromString
         )
         return AsyncGenerateStream(
-            lambda timeout: call(request, timeout=timeout, metadata=self._metadata),
-            Retries(self._attempts, options.get("timeout")),
+            lambda timeout: self._start(call, request, timeout),
+            self._retries(options.get("timeout")),
             self.address,
         )
 
@@ -205,9 +213,10 @@ class AsyncClient:
 
         Of several servers: whether one of them does; False where none answers.
         """
+        remaining = Deadline(timeout).remaining()
         check: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = self._channel.unary_unary(_calls.HEALTH_CHECK_PATH)
         try:
-            return _calls.is_serving(await check(_calls.WHOLE_SERVER, timeout=timeout, metadata=self._metadata))
+            return _calls.is_serving(await self._answer(check, _calls.WHOLE_SERVER, remaining))
         except grpc.RpcError as error:
             failure = error_from_rpc(error, self.address)
             if isinstance(failure, Unavailable) and _target.names_several(self.address):
@@ -219,14 +228,14 @@ class AsyncClient:
 
         Raises DeadlineExceeded after `timeout` seconds.
         """
-        deadline = time.monotonic() + timeout
-        while not await self._watch_until_ready(deadline - time.monotonic()):
+        deadline = Deadline(timeout)
+        while not await self._watch_until_ready(deadline.remaining()):
             await asyncio.sleep(_calls.RETRY_SECONDS)
 
-    async def _watch_until_ready(self, timeout: float) -> bool:
+    async def _watch_until_ready(self, timeout: float | None) -> bool:
         """False: the server hung up before it was ready."""
         watch: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = self._channel.unary_stream(_calls.HEALTH_WATCH_PATH)
-        call = watch(_calls.WHOLE_SERVER, timeout=max(0.0, timeout), metadata=self._metadata, wait_for_ready=True)
+        call = self._start(watch, _calls.WHOLE_SERVER, timeout, wait_for_ready=True)
         try:
             async for status in call:
                 if _calls.is_serving(status):
@@ -237,12 +246,16 @@ class AsyncClient:
                 raise _calls.not_ready(self.address) from error
             if not isinstance(failure, Unavailable):
                 raise failure from error
+        except asyncio.CancelledError:
+            self._raise_if_closed()
+            raise
         finally:
             call.cancel()
         return False
 
     async def close(self) -> None:
         """Cancels what is in flight and closes the connection."""
+        self._closed = True
         await self._channel.close()
 
     async def __aenter__(self) -> Self:
@@ -255,12 +268,35 @@ class AsyncClient:
 
     async def _unary(self, operation: Operation[Response, Result], request: Message, timeout: float | None) -> Result:
         call = self._channel.unary_unary(operation.path, _calls.serialize, operation.response.FromString)
-        retries = Retries(self._attempts, timeout)
+        retries = self._retries(timeout)
         while True:
             try:
-                return operation.convert(await call(request, timeout=retries.remaining(), metadata=self._metadata))
+                return operation.convert(await self._answer(call, request, retries.remaining()))
             except grpc.RpcError as error:
                 failure = error_from_rpc(error, self.address)
                 if (delay := retries.delay(error, failure)) is None:
                     raise failure from error
             await asyncio.sleep(delay)
+
+    def _retries(self, timeout: float | None) -> Retries:
+        return Retries(self._attempts, timeout, wait_for_room=self._wait_for_room)
+
+    def _start(self, call: Callable[..., Any], request: object, timeout: float | None, **more: Any) -> Any:
+        try:
+            return call(request, timeout=timeout, metadata=self._metadata, **more)
+        except grpc.aio.UsageError:
+            if self._closed:
+                raise ClientClosed(self.address) from None
+            raise
+
+    async def _answer(self, call: Callable[..., Any], request: object, timeout: float | None) -> Any:
+        """Of a unary call. Raises Cancelled where close() ends it; gRPC would pretend that the task is cancelled."""
+        try:
+            return await self._start(call, request, timeout)
+        except asyncio.CancelledError:
+            self._raise_if_closed()
+            raise
+
+    def _raise_if_closed(self) -> None:
+        if self._closed and not _task_is_cancelled():
+            raise Cancelled("the client was closed", code=grpc.StatusCode.CANCELLED) from None

@@ -33,9 +33,9 @@ from pellucid_client._requests import (
     model_request,
     tokenize_request,
 )
-from pellucid_client._retry import Retries
+from pellucid_client._retry import Deadline, Retries
 from pellucid_client._stream import StreamBase, cancelled_here
-from pellucid_client.errors import DeadlineExceeded, Unavailable, error_from_rpc
+from pellucid_client.errors import ClientClosed, DeadlineExceeded, Unavailable, error_from_rpc
 from pellucid_client.results import Chunk, Completion, Load, Model, ServerInfo, Tokenization
 
 
@@ -98,6 +98,7 @@ class Client:
     credentials  gRPC's own, in place of all of TLS above
     metadata     sent with every call, such as (("traceparent", "…"),)
     attempts     how often a call is tried while the server is UNAVAILABLE and nothing of the answer has come; 1 = once
+    wait_for_room     where the server is full, try again until the call's timeout instead of raising Overloaded
 
     Raises ValueError for addresses, attempts or files that cannot be.
     """
@@ -114,6 +115,7 @@ class Client:
         credentials: grpc.ChannelCredentials | None = None,
         metadata: Sequence[tuple[str, str]] = (),
         attempts: int = _retry.DEFAULT_ATTEMPTS,
+        wait_for_room: bool = False,
     ) -> None:
         self.address = _target.target(address)
         credentials = _security.channel_credentials(
@@ -121,6 +123,8 @@ class Client:
         )
         self._metadata = _security.call_metadata(tuple(metadata), token)
         self._attempts = _retry.check_attempts(attempts)
+        self._wait_for_room = wait_for_room
+        self._closed = False
         options = _target.channel_options(self.address)
         self._channel = (
             grpc.insecure_channel(self.address, options)
@@ -139,8 +143,8 @@ class Client:
             _calls.GENERATE_PATH, _calls.serialize, inference_pb2.GenerateResponse.FromString
         )
         return GenerateStream(
-            lambda timeout: call(request, timeout=timeout, metadata=self._metadata),
-            Retries(self._attempts, options.get("timeout")),
+            lambda timeout: self._start(call, request, timeout),
+            self._retries(options.get("timeout")),
             self.address,
         )
 
@@ -191,9 +195,10 @@ class Client:
 
         Of several servers: whether one of them does; False where none answers.
         """
+        remaining = Deadline(timeout).remaining()
         check: grpc.UnaryUnaryMultiCallable[bytes, bytes] = self._channel.unary_unary(_calls.HEALTH_CHECK_PATH)
         try:
-            return _calls.is_serving(check(_calls.WHOLE_SERVER, timeout=timeout, metadata=self._metadata))
+            return _calls.is_serving(self._start(check, _calls.WHOLE_SERVER, remaining))
         except grpc.RpcError as error:
             failure = error_from_rpc(error, self.address)
             if isinstance(failure, Unavailable) and _target.names_several(self.address):
@@ -205,14 +210,14 @@ class Client:
 
         Raises DeadlineExceeded after `timeout` seconds.
         """
-        deadline = time.monotonic() + timeout
-        while not self._watch_until_ready(deadline - time.monotonic()):
+        deadline = Deadline(timeout)
+        while not self._watch_until_ready(deadline.remaining()):
             time.sleep(_calls.RETRY_SECONDS)
 
-    def _watch_until_ready(self, timeout: float) -> bool:
+    def _watch_until_ready(self, timeout: float | None) -> bool:
         """False: the server hung up before it was ready."""
         watch: grpc.UnaryStreamMultiCallable[bytes, bytes] = self._channel.unary_stream(_calls.HEALTH_WATCH_PATH)
-        call: Any = watch(_calls.WHOLE_SERVER, timeout=max(0.0, timeout), metadata=self._metadata, wait_for_ready=True)
+        call = self._start(watch, _calls.WHOLE_SERVER, timeout, wait_for_ready=True)
         try:
             for status in call:
                 if _calls.is_serving(status):
@@ -229,6 +234,7 @@ class Client:
 
     def close(self) -> None:
         """Cancels what is in flight and closes the connection."""
+        self._closed = True
         self._channel.close()
 
     def __enter__(self) -> Self:
@@ -241,12 +247,23 @@ class Client:
 
     def _unary(self, operation: Operation[Response, Result], request: Message, timeout: float | None) -> Result:
         call = self._channel.unary_unary(operation.path, _calls.serialize, operation.response.FromString)
-        retries = Retries(self._attempts, timeout)
+        retries = self._retries(timeout)
         while True:
             try:
-                return operation.convert(call(request, timeout=retries.remaining(), metadata=self._metadata))
+                return operation.convert(self._start(call, request, retries.remaining()))
             except grpc.RpcError as error:
                 failure = error_from_rpc(error, self.address)
                 if (delay := retries.delay(error, failure)) is None:
                     raise failure from error
             time.sleep(delay)
+
+    def _retries(self, timeout: float | None) -> Retries:
+        return Retries(self._attempts, timeout, wait_for_room=self._wait_for_room)
+
+    def _start(self, call: Callable[..., Any], request: object, timeout: float | None, **more: Any) -> Any:
+        try:
+            return call(request, timeout=timeout, metadata=self._metadata, **more)
+        except ValueError:
+            if self._closed:
+                raise ClientClosed(self.address) from None
+            raise

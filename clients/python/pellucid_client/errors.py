@@ -13,6 +13,7 @@
     │   └── ConnectionFailed      no server answers at the address, or the connection broke
     ├── DeadlineExceeded          `timeout` passed
     ├── Cancelled                 the call was cancelled on this side
+    ├── ClientClosed              close() was called before
     ├── Unauthenticated
     ├── PermissionDenied
     └── InternalError             the server failed; `metadata` holds the request's id where it is known
@@ -129,6 +130,14 @@ class Cancelled(PellucidError):
     """The call was cancelled on this side."""
 
 
+class ClientClosed(PellucidError):
+    """The client was closed before the call."""
+
+    def __init__(self, address: str) -> None:
+        message = f"this client of {address} is closed; make another"
+        super().__init__(message, code=grpc.StatusCode.FAILED_PRECONDITION)
+
+
 class Unauthenticated(PellucidError):
     """The server wants credentials, or does not know these."""
 
@@ -191,8 +200,7 @@ def error_from_rpc(error: grpc.RpcError, address: str) -> PellucidError:
     reason = info.reason or None
     kind = _kind(code, reason, message)
     if kind is ConnectionFailed:
-        # gRPC's own text tells the whole way there ("failed to connect to all addresses; last error: …: …: reason").
-        message = f"no connection to the server at {address}: {message.rpartition(': ')[2]}"
+        message = f"no connection to the server at {address}: {_connection_failure(message)}"
     return kind(
         message or code.name,
         code=code,
@@ -212,6 +220,18 @@ def _kind(code: grpc.StatusCode, reason: str | None, message: str) -> type[Pellu
     if reason is None and code is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in message:
         return RequestTooLarge  # gRPC's own limit on messages, on either side.
     return _BY_CODE.get(code, PellucidError)
+
+
+def _connection_failure(message: str) -> str:
+    """The reason in gRPC's own text, which tells the whole way there ("failed to connect to all addresses; last error:
+    …: …: reason")."""
+    if "handshake failed" in message:
+        return "the TLS handshake failed: " + message.rpartition("OPENSSL_internal:")[2].removesuffix(": OK")
+    reason = message.rpartition(": ")[2]
+    if "[" not in reason:
+        reason = reason.removesuffix("]")  # The end of a list that began further up.
+    hung_up = reason == "Socket closed" and "failed to connect" in message
+    return f"{reason}; it may want TLS or a client certificate" if hung_up else reason
 
 
 def _status_details(error: grpc.RpcError) -> tuple[Any, ...]:

@@ -5,6 +5,7 @@ In: messages of pellucid.v1. Out: durations as float seconds, repeated fields as
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass
 
 from google.protobuf.duration_pb2 import Duration
@@ -15,7 +16,16 @@ from pellucid.v1 import inference_pb2, model_pb2, server_pb2, tokenizer_pb2, typ
 
 
 def to_seconds(duration: Duration) -> float:
-    return duration.seconds + duration.nanos / 1e9
+    return (duration.seconds * 10**9 + duration.nanos) / 10**9  # As whole numbers, so that it is rounded once.
+
+
+def _shortest(value: float) -> float:
+    """The shortest decimal that is the same float32: 0.8, not 0.800000011920929."""
+    for digits in range(6, 9):
+        rounded = float(f"{value:.{digits}g}")
+        if struct.unpack("f", struct.pack("f", rounded))[0] == value:
+            return rounded
+    return float(f"{value:.9g}")
 
 
 def _seconds(message: Message, field: str) -> float | None:
@@ -43,10 +53,10 @@ class Sampling:
     @staticmethod
     def from_message(message: types_pb2.SamplingParams) -> Sampling:
         return Sampling(
-            temperature=message.temperature if message.HasField("temperature") else None,
+            temperature=_shortest(message.temperature) if message.HasField("temperature") else None,
             top_k=message.top_k if message.HasField("top_k") else None,
-            top_p=message.top_p if message.HasField("top_p") else None,
-            min_p=message.min_p if message.HasField("min_p") else None,
+            top_p=_shortest(message.top_p) if message.HasField("top_p") else None,
+            min_p=_shortest(message.min_p) if message.HasField("min_p") else None,
             seed=message.seed if message.HasField("seed") else None,
         )
 

@@ -1,20 +1,19 @@
-"""What the commands share: options, argument types, output."""
+"""What the commands share: options, argument types, input."""
 
 from __future__ import annotations
 
 import argparse
-import json
-import math
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, is_dataclass
 from typing import Any, TypeVar
 
 from pellucid_client._calls import DEFAULT_ADDRESS
 from pellucid_client._security import read_token
+from pellucid_client._target import target
 from pellucid_client.aio import AsyncClient
 from pellucid_client.client import Client
+from pellucid_client.commands.output import CommandError, note
 
 AnyClient = TypeVar("AnyClient", Client, AsyncClient)
 
@@ -22,26 +21,28 @@ Commands = Any
 """What argparse's add_subparsers returns; it has no public name."""
 
 
-class CommandError(Exception):
-    """An input is unusable; the message says which and why, in one line."""
-
-
 def add_command(
-    commands: Commands, name: str, run: Callable[[argparse.Namespace], int], summary: str, details: str = ""
+    commands: Commands,
+    name: str,
+    run: Callable[[argparse.Namespace], int],
+    summary: str,
+    details: str = "",
+    each: str = "",
 ) -> argparse.ArgumentParser:
-    """A command that talks to a server, with the options all of them have."""
+    """A command that talks to a server, with the options all of them have. `each` says what its timeout is for."""
     parser: argparse.ArgumentParser = commands.add_parser(
         name, help=summary, description=f"{summary[0].upper()}{summary[1:]}. {details}".strip()
     )
     parser.set_defaults(run=run)
     parser.add_argument(
         "--server",
+        type=server_address,
         metavar="HOST:PORT",
         default=os.environ.get("PELLUCID_SERVER") or DEFAULT_ADDRESS,
         help=f"the server (default: the environment's PELLUCID_SERVER, else {DEFAULT_ADDRESS})",
     )
     _add_security(parser.add_argument_group("security"))
-    parser.add_argument("--timeout", type=positive_seconds, metavar="SECONDS", help="give up after so long")
+    parser.add_argument("--timeout", type=positive_seconds, metavar="SECONDS", help=f"give up {each}after so long")
     return parser
 
 
@@ -70,12 +71,12 @@ def connect(arguments: argparse.Namespace) -> Client:
     return _connected(Client, arguments)
 
 
-def connect_async(arguments: argparse.Namespace) -> AsyncClient:
+def connect_async(arguments: argparse.Namespace, *, wait_for_room: bool) -> AsyncClient:
     """As `connect`."""
-    return _connected(AsyncClient, arguments)
+    return _connected(AsyncClient, arguments, wait_for_room=wait_for_room)
 
 
-def _connected(kind: Callable[..., AnyClient], arguments: argparse.Namespace) -> AnyClient:
+def _connected(kind: Callable[..., AnyClient], arguments: argparse.Namespace, **more: object) -> AnyClient:
     try:
         return kind(
             arguments.server,
@@ -84,9 +85,17 @@ def _connected(kind: Callable[..., AnyClient], arguments: argparse.Namespace) ->
             certificate=arguments.certificate,
             key=arguments.key,
             token=None if arguments.token_file is None else read_token(arguments.token_file),
+            **more,
         )
     except ValueError as error:
         raise CommandError(str(error)) from None
+
+
+def server_address(text: str) -> str:
+    try:
+        return target(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error).removeprefix("address: ")) from None
 
 
 def positive_seconds(text: str) -> float:
@@ -94,7 +103,7 @@ def positive_seconds(text: str) -> float:
         seconds = float(text)
     except ValueError:
         seconds = 0.0
-    if not 0 < seconds < math.inf:
+    if not seconds > 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds greater than 0")
     return seconds
 
@@ -117,22 +126,18 @@ def read_text(given: str | None) -> str:
     """The argument, or standard input for "-" and for none; its last line break is not part of the text."""
     if given is not None and given != "-":
         return given
+    require_stdin("standard input")
     if sys.stdin.isatty():
-        print("Type the text; Ctrl-D ends it.", file=sys.stderr)
+        note("Type the text; Ctrl-D ends it.")
     try:
         return sys.stdin.read().removesuffix("\n").removesuffix("\r")
     except UnicodeDecodeError as error:
         raise CommandError(f"standard input is not UTF-8 text: {error.reason} at byte {error.start}") from None
+    except OSError as error:
+        raise CommandError(f"standard input: {error.strerror}") from None
 
 
-def print_json(value: object) -> None:
-    """One line; dataclasses as objects, bytes as hex."""
-    print(json.dumps(value, ensure_ascii=False, default=_jsonable), flush=True)
-
-
-def _jsonable(value: object) -> object:
-    if is_dataclass(value) and not isinstance(value, type):
-        return asdict(value)
-    if isinstance(value, bytes):
-        return value.hex()
-    raise TypeError(f"{type(value).__name__} has no JSON form")
+def require_stdin(name: str) -> None:
+    """Raises CommandError where there is none, under the name that the user gave it."""
+    if sys.stdin is None:
+        raise CommandError(f"{name} is closed")

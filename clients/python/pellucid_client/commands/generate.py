@@ -4,28 +4,23 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import sys
-from collections.abc import Sequence
-from dataclasses import asdict
 from typing import cast
 
 from pellucid_client._requests import GenerateOptions
+from pellucid_client.client import Client, GenerateStream
+from pellucid_client.commands import prompt_file
+from pellucid_client.commands.answers import CANCELLED, cancelled_note, usage_line
 from pellucid_client.commands.common import (
-    CommandError,
     Commands,
     add_command,
     connect,
-    connect_async,
     positive_count,
     positive_seconds,
-    print_json,
     read_text,
     token_ids,
 )
-from pellucid_client.errors import PellucidError
+from pellucid_client.commands.output import CommandError, note, print_json, write
 from pellucid_client.results import Completion
-
-Outcome = Completion | PellucidError
 
 
 def add_parser(commands: Commands) -> None:
@@ -34,17 +29,35 @@ def add_parser(commands: Commands) -> None:
         "generate",
         _generate,
         "continue a prompt; the text appears as it is made",
-        "Options left out take the server's defaults. Ctrl-C ends the request too; the exit code is then 130.",
+        "Options left out take the server's defaults. Exit code 1: the server or an input said no, with --file to any "
+        f"prompt; {CANCELLED}: the request was cancelled from elsewhere, and the text ends early; 130: Ctrl-C, which "
+        "ends the request too.",
+        each="on a prompt ",
     )
     prompts = parser.add_mutually_exclusive_group()
     prompts.add_argument("prompt", nargs="?", metavar="PROMPT", help="the text; `-` or none: standard input")
-    prompts.add_argument("--token-ids", type=token_ids, metavar="IDS", help="the prompt as token ids, such as 1,2,3")
-    prompts.add_argument("--file", metavar="PATH", help="one prompt a line, blank lines skipped; `-`: standard input")
+    prompts.add_argument(
+        "--token-ids",
+        type=token_ids,
+        metavar="IDS",
+        help="the prompt as token ids, such as 1,2,3; where the model has no tokenizer, the answer is ids too",
+    )
+    prompts.add_argument(
+        "--file",
+        metavar="PATH",
+        help="one prompt a line, `-`: standard input; a line of answer for each, its line breaks as blanks, empty for "
+        "a blank line and where the prompt failed; waits where the server is full",
+    )
     parser.add_argument(
         "--concurrency", type=positive_count, default=8, metavar="N", help="with --file: prompts at once (default: 8)"
     )
     output = parser.add_argument_group("output")
-    output.add_argument("--json", action="store_true", help="one JSON object a line, with ids, usage and timings")
+    output.add_argument(
+        "--json",
+        action="store_true",
+        help="one JSON object a line, with ids, usage and timings; with --file its line number too, and none for a "
+        "blank line",
+    )
     output.add_argument("--echo", action="store_true", help="print the prompt's text before its continuation")
     output.add_argument("--show-usage", action="store_true", help="token counts, times and seed on standard error")
     _add_sampling(parser.add_argument_group("sampling"))
@@ -101,99 +114,40 @@ def _generate(arguments: argparse.Namespace) -> int:
         return _run_one(arguments, prompt, options)
     if arguments.request_id is not None:
         raise CommandError("--request-id names one request; it does not go with --file")
-    return asyncio.run(_run_file(arguments, _read_prompts(arguments.file), options))
+    return asyncio.run(prompt_file.run(arguments, prompt_file.read(arguments.file), options))
 
 
 def _run_one(arguments: argparse.Namespace, prompt: str | list[int], options: GenerateOptions) -> int:
     with connect(arguments) as client, client.generate(prompt, **options) as stream:
         if arguments.json:
-            completion = stream.result()
-            print_json(completion)
+            print_json(completion := stream.result())
         else:
-            if arguments.echo and isinstance(prompt, str):
-                print(prompt, end="", flush=True)
-            for chunk in stream:
-                print(chunk.text, end="", flush=True)
-            print(flush=True)
-            completion = stream.result()
+            as_ids = not isinstance(prompt, str) and not _has_tokenizer(client, options)
+            completion = _print_stream(stream, prompt if arguments.echo else "", as_ids)
     if arguments.show_usage:
-        print(_usage_line(completion), file=sys.stderr)
-    return 0
+        note(usage_line(completion))
+    if completion.finish.reason != "cancelled":
+        return 0
+    note(f"pellucid: {cancelled_note(completion)}")
+    return CANCELLED
 
 
-async def _run_file(arguments: argparse.Namespace, prompts: Sequence[tuple[int, str]], options: GenerateOptions) -> int:
-    """Prints answers in the order of the prompts. A prompt that fails is reported and does not hold up the others."""
-    gate = asyncio.Semaphore(arguments.concurrency)
-    failed = False
-    async with connect_async(arguments) as client:
-
-        async def run(prompt: str) -> Outcome:
-            async with gate:
-                try:
-                    return await client.generate(prompt, **options).result()
-                except PellucidError as error:
-                    return error
-
-        tasks = [asyncio.create_task(run(prompt)) for _, prompt in prompts]
-        try:
-            for (line, prompt), task in zip(prompts, tasks, strict=True):
-                outcome = await task
-                failed |= isinstance(outcome, PellucidError)
-                _print_outcome(arguments, line, prompt, outcome)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-    return 1 if failed else 0
+def _has_tokenizer(client: Client, options: GenerateOptions) -> bool:
+    return bool(client.model(options.get("model"), timeout=options.get("timeout")).tokenizer_sha256)
 
 
-def _print_outcome(arguments: argparse.Namespace, line: int, prompt: str, outcome: Outcome) -> None:
-    if isinstance(outcome, PellucidError):
-        if arguments.json:
-            error = {"code": outcome.code.name, "reason": outcome.reason, "message": outcome.message}
-            print_json({"line": line, "error": error})
-        else:
-            print(f"pellucid: {arguments.file}, line {line}: {outcome.message}", file=sys.stderr)
-    elif arguments.json:
-        print_json({"line": line, **asdict(outcome)})
-    else:
-        print((prompt if arguments.echo else "") + outcome.text, flush=True)
-    if arguments.show_usage and isinstance(outcome, Completion):
-        print(f"line {line}: {_usage_line(outcome)}", file=sys.stderr)
-
-
-def _read_prompts(path: str) -> list[tuple[int, str]]:
-    """(line number, prompt) of every line that is not blank."""
-    try:
-        if path == "-":
-            text = sys.stdin.read()
-        else:
-            with open(path, encoding="utf-8") as file:
-                text = file.read()
-    except OSError as error:
-        raise CommandError(f"--file {path}: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise CommandError(f"--file {path}: not UTF-8 text: {error.reason} at byte {error.start}") from None
-    prompts = [(number, line.removesuffix("\r")) for number, line in enumerate(text.split("\n"), start=1)]
-    return [(number, prompt) for number, prompt in prompts if prompt.strip()]
-
-
-def _usage_line(completion: Completion) -> str:
-    finish, timings = completion.finish, completion.timings
-    matched = "" if finish.matched is None else f" {finish.matched!r}"
-    parts = [
-        f"prompt {completion.usage.prompt_token_count} tokens",
-        f"output {completion.usage.output_token_count} tokens",
-        f"finish {finish.reason}{matched}",
-        f"first token {_milliseconds(timings.time_to_first_token)}",
-        f"total {_milliseconds(timings.total_time)}",
-        f"seed {completion.prompt.sampling.seed}",
-        f"request {completion.prompt.request_id}",
-    ]
-    if completion.prompt.dropped_token_count:
-        parts.insert(1, f"dropped {completion.prompt.dropped_token_count} tokens of it")
-    return ", ".join(parts)
-
-
-def _milliseconds(seconds: float | None) -> str:
-    return "none" if seconds is None else f"{seconds * 1000:.1f} ms"
+def _print_stream(stream: GenerateStream, before: str | list[int], as_ids: bool) -> Completion:
+    """As it comes: the text, or ids with blanks between them."""
+    if isinstance(before, str):
+        write(before)
+    elif as_ids:
+        write(" ".join(map(str, before)))
+    separator = " " if before else ""
+    for chunk in stream:
+        if not as_ids:
+            write(chunk.text)
+        elif chunk.token_ids:
+            write(separator + " ".join(map(str, chunk.token_ids)))
+            separator = " "
+    write("\n")
+    return stream.result()

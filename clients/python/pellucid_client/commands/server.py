@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable
 
-from pellucid_client.commands.common import Commands, add_command, connect, positive_seconds, print_json
+from pellucid_client.commands.common import Commands, add_command, connect, positive_seconds
+from pellucid_client.commands.output import print_json, printable, write
 from pellucid_client.results import Load, Model, ServerInfo
 
 
@@ -39,7 +40,7 @@ def _info(arguments: argparse.Namespace) -> int:
         print_json({"address": arguments.server, "server": server, "models": models, "load": load})
         return 0
     sections = [_server_rows(arguments.server, server), *map(_model_rows, models), _load_rows(load)]
-    print("\n\n".join(_table(rows) for rows in sections))
+    write("\n\n".join(_table(rows) for rows in sections) + "\n")
     return 0
 
 
@@ -50,14 +51,14 @@ def _health(arguments: argparse.Namespace) -> int:
             ready = True
         else:
             ready = client.is_ready(timeout=arguments.timeout)
-    print("ready" if ready else "not ready")
+    write("ready\n" if ready else "not ready\n")
     return 0 if ready else 1
 
 
 def _cancel(arguments: argparse.Namespace) -> int:
     with connect(arguments) as client:
         cancelled = client.cancel(arguments.request_id, timeout=arguments.timeout)
-    print("cancelled" if cancelled else "not found")
+    write("cancelled\n" if cancelled else "not found\n")
     return 0 if cancelled else 1
 
 
@@ -87,7 +88,10 @@ def _model_rows(model: Model) -> Rows:
     return [
         ("Model", model.name),
         ("context", f"{model.max_context_tokens} tokens"),
-        ("output", f"{model.max_output_tokens} tokens at most"),
+        (
+            "output",
+            f"at most {model.max_output_tokens} tokens a request; where the window slides, past the context too",
+        ),
         ("vocabulary", f"{model.vocab_size} tokens"),
         ("end tokens", _listed(model.eos_token_ids)),
         (
@@ -110,7 +114,7 @@ def _load_rows(load: Load) -> Rows:
 
 def _table(rows: Rows) -> str:
     width = max(len(name) for name, _ in rows)
-    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+    return "\n".join(f"{name:<{width}}  {printable(value)}" for name, value in rows)
 
 
 def _listed(values: Iterable[int]) -> str:
@@ -118,4 +122,4 @@ def _listed(values: Iterable[int]) -> str:
 
 
 def _number(value: float | None) -> str:
-    return "unset" if value is None else f"{value:.6g}"
+    return "unset" if value is None else f"{value:.10g}"

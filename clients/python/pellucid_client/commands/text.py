@@ -4,15 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from pellucid_client.commands.common import (
-    CommandError,
-    Commands,
-    add_command,
-    connect,
-    print_json,
-    read_text,
-    token_ids,
-)
+from pellucid_client.commands.common import Commands, add_command, connect, read_text, token_ids
+from pellucid_client.commands.output import CommandError, print_json, write
 
 
 def add_parsers(commands: Commands) -> None:
@@ -47,7 +40,7 @@ def _tokenize(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json(result)
     else:
-        print(",".join(map(str, result.token_ids)))
+        write(",".join(map(str, result.token_ids)) + "\n")
     return 0
 
 
@@ -66,5 +59,5 @@ def _detokenize(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json({"text": text})
     else:
-        print(text)
+        write(text + "\n")
     return 0
