@@ -39,7 +39,7 @@ $(READY): pyproject.toml constraints.txt hatch_build.py $(KERNELS)
 	@test -n "$(COMPILER)" || { \
 		echo "No C++ compiler found: torch's own operators will run, slower and not batch-invariant." >&2; \
 		echo "To change that install one (Debian, Ubuntu: apt-get install g++) and run make again." >&2; }
-	@test -x $(BIN)/python || "$(PYTHON)" -m venv $(VENV) || { \
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || "$(PYTHON)" -m venv --clear $(VENV) || { \
 		echo "Python's venv module is needed (Debian, Ubuntu: apt-get install python3-venv)." >&2; exit 1; }
 	@echo "Installing into $(VENV); the first time takes some minutes."
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) \
@@ -71,7 +71,7 @@ proto: $(PROTO_VENV)/.ready ## Generate the stubs beside the .proto files
 
 $(PROTO_VENV)/.ready: Makefile
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed." >&2; exit 1; }
-	@test -x $(PROTO_VENV)/bin/python || "$(PYTHON)" -m venv $(PROTO_VENV)
+	@$(PROTO_VENV)/bin/python -m pip --version >/dev/null 2>&1 || "$(PYTHON)" -m venv --clear $(PROTO_VENV)
 	@$(PROTO_VENV)/bin/python -m pip install --quiet --disable-pip-version-check '$(PROTO_TOOLS)'
 	@touch $@
 
