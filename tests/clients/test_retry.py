@@ -101,6 +101,21 @@ def test_a_stream_that_has_begun_is_not_tried_again(scripted: Scripted, result: 
 
 
 @BOTH
+def test_an_answer_whose_last_message_has_come_is_whole_whatever_happens_to_the_connection(
+    scripted: Scripted, result: Result
+) -> None:
+    def generate(
+        request: inference_pb2.GenerateRequest, context: grpc.ServicerContext
+    ) -> Iterator[inference_pb2.GenerateResponse]:
+        yield from answer("今天", "天气")(request, context)
+        fail(context, grpc.StatusCode.UNAVAILABLE, "the connection broke")
+
+    scripted.generate = generate
+    assert result(scripted.address) == "今天天气"
+    assert len(scripted.requests) == 1
+
+
+@BOTH
 def test_only_unavailable_is_tried_again(scripted: Scripted, result: Result) -> None:
     scripted.generate = failing(1, grpc.StatusCode.RESOURCE_EXHAUSTED, info("QUEUE_FULL"), retry(0.01))
     with pytest.raises(Overloaded):

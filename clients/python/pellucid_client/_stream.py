@@ -81,6 +81,11 @@ class StreamBase:
         self._cancelled.set()
         self._call.cancel()
 
+    @property
+    def _is_whole(self) -> bool:
+        """Whether the last message has come. A connection that breaks after it takes nothing from the answer."""
+        return self._usage is not None
+
     def _restart(self) -> None:
         """Begins the next attempt."""
         self._call = self._start(self._retries.remaining())

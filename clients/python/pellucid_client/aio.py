@@ -64,6 +64,8 @@ class AsyncGenerateStream(StreamBase):
             try:
                 return self._take(await anext(self._messages))
             except grpc.RpcError as error:
+                if self._is_whole:
+                    raise StopAsyncIteration from None
                 failure = error_from_rpc(error, self._address)
                 if (delay := self._delay(error, failure)) is None:
                     raise failure from error

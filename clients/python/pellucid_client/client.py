@@ -63,6 +63,8 @@ class GenerateStream(StreamBase):
             try:
                 return self._take(next(self._call))
             except grpc.RpcError as error:
+                if self._is_whole:
+                    raise StopIteration from None
                 failure = error_from_rpc(error, self._address)
                 if (delay := self._delay(error, failure)) is None:
                     raise failure from error
