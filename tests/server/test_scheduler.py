@@ -212,6 +212,16 @@ def test_recovered_sequence_goes_on_after_what_it_had() -> None:
     assert resumed.outputs[1] == whole[3:]
 
 
+def test_deadlines_of_sequences_that_have_ended_are_forgotten() -> None:
+    scheduler = Scheduler(BlockPool(8, 4), 1, 8)
+    for key in range(1000):
+        scheduler.submit(submit(key, 3, 5, deadline=1e9, time_limit_at=5e8))
+        scheduler.abort(key)
+    assert len(scheduler._expiries) < 100
+    scheduler.submit(submit(1001, 3, 5, deadline=7.0))
+    assert [one.key for one in scheduler.schedule(8.0).expired] == [1001]
+
+
 def test_what_can_never_run_is_refused() -> None:
     scheduler = Scheduler(BlockPool(2, 4), 1, 8)
     scheduler.submit(submit(1, 8, 0))

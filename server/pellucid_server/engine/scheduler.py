@@ -17,7 +17,7 @@ prompt and output); then waiting sequences are admitted in the order of arrival.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pellucid_server.engine.messages import Finished, FinishKind, Progress, Submit
@@ -140,6 +140,9 @@ class Scheduler:
         for at in (request.deadline, request.time_limit_at):
             if at is not None:
                 heapq.heappush(self._expiries, (at, request.key))
+        if len(self._expiries) > 64 + 4 * len(self._by_key):  # most are of sequences that have ended long before
+            self._expiries = [(at, key) for at, key in self._expiries if key in self._by_key]
+            heapq.heapify(self._expiries)
 
     def abort(self, key: int) -> bool:
         """Forget a sequence in whatever state; False where it is unknown."""
@@ -152,15 +155,6 @@ class Scheduler:
     @property
     def idle(self) -> bool:
         return not self._by_key
-
-    @property
-    def next_expiry(self) -> float | None:
-        """When the next deadline or time limit may pass."""
-        return self._expiries[0][0] if self._expiries else None
-
-    @property
-    def sequences(self) -> Iterator[SequenceState]:
-        yield from self._by_key.values()
 
     def schedule(self, now: float) -> Step:
         """Choose the next step's chunks and give them their blocks."""
