@@ -48,7 +48,7 @@ def load_checkpoint(folder: str | os.PathLike[str]) -> Checkpoint:
         raise CheckpointError(f"checkpoint {path}: no such folder")
     values = read_json(path / "config.json")
     architecture, config, rename = _recognise(path, values)
-    tensors = dict(_renamed(_read_tensors(path), rename))
+    tensors = dict(_renamed(load_tensors(path), rename))
     notices: list[str] = []
     with torch.device("meta"):
         model = Decoder(config)
@@ -118,7 +118,7 @@ def _recognise(path: Path, values: dict[str, Any]) -> tuple[str, DecoderConfig, 
     raise ConfigError(f"{path / 'config.json'}: architecture {given!r} is not known; accepted: {known}")
 
 
-def _read_tensors(path: Path) -> dict[str, Tensor]:
+def load_tensors(path: Path) -> dict[str, Tensor]:
     """All tensors of one file or of the shards that the index names; the two must agree."""
     if not (path / INDEX).exists():
         return _read_file(path / WEIGHTS)
@@ -130,8 +130,8 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
         if Path(shard).name != shard:
             raise CheckpointError(f"{path / INDEX}: {shard!r} must be a file name in the same folder")
         tensors.update(_read_file(path / shard))
-    _refuse(f"{path / INDEX} names tensors that no shard holds", set(where) - set(tensors))
-    _refuse(f"{path / INDEX} does not name tensors of its shards", set(tensors) - set(where))
+    refuse(f"{path / INDEX} names tensors that no shard holds", set(where) - set(tensors))
+    refuse(f"{path / INDEX} does not name tensors of its shards", set(tensors) - set(where))
     return tensors
 
 
@@ -167,18 +167,25 @@ def _settle_tied_head(tensors: dict[str, Tensor], notices: list[str]) -> None:
 def _check_tensors(path: Path, model: Decoder, tensors: dict[str, Tensor]) -> torch.dtype:
     """Names, shapes and types fit the model -> the widest stored type."""
     expected = model.state_dict()
-    _refuse(f"checkpoint {path}: tensors are missing", set(expected) - set(tensors))
-    _refuse(f"checkpoint {path}: tensors that the model does not have", set(tensors) - set(expected))
+    refuse(f"checkpoint {path}: tensors are missing", set(expected) - set(tensors))
+    refuse(f"checkpoint {path}: tensors that the model does not have", set(tensors) - set(expected))
     for name, tensor in tensors.items():
         want, have = list(expected[name].shape), list(tensor.shape)
         if want != have:
             raise CheckpointError(f"checkpoint {path}: {name} has shape {have}, but config.json asks for {want}")
         if tensor.dtype not in _DTYPES:
             raise CheckpointError(f"checkpoint {path}: {name} is stored as {tensor.dtype}; accepted: {_DTYPES}")
-    return max((tensor.dtype for tensor in tensors.values()), key=lambda dtype: torch.finfo(dtype).bits)
+    return widest(tensors)
 
 
-def _refuse(what: str, names: set[str]) -> None:
+def widest(tensors: dict[str, Tensor]) -> torch.dtype:
+    """The type of most bits among floating-point tensors; float32 where there is none."""
+    dtypes = [tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()]
+    return max(dtypes, key=lambda dtype: torch.finfo(dtype).bits, default=torch.float32)
+
+
+def refuse(what: str, names: set[str]) -> None:
+    """Raise CheckpointError listing the names, where there are any."""
     if names:
         listed = ", ".join(sorted(names)[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
         raise CheckpointError(f"{what}: {listed}")

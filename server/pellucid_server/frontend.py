@@ -16,6 +16,7 @@ import signal
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from pellucid_model.tokenizers import Tokenizer, TokenizerError, load_tokenizer
 from pellucid_server.checkpoint_info import CheckpointInfo
@@ -230,6 +231,14 @@ def _longest_token(tokenizer: Tokenizer | None) -> int:
     return max((len(tokenizer.token_bytes(token_id)) for token_id in range(tokenizer.vocab_size)), default=0)
 
 
+def _resolved(module: str | None) -> str:
+    """FILE.py:CLASS with the file's whole path, "" for none."""
+    if module is None:
+        return ""
+    file, _, name = module.rpartition(":")
+    return f"{Path(file).expanduser().resolve()}:{name}"
+
+
 def _configure(package: Package, tokenizer: Tokenizer | None) -> Configure:
     settings = package.settings
     return Configure(
@@ -242,6 +251,7 @@ def _configure(package: Package, tokenizer: Tokenizer | None) -> Configure:
         max_running=settings.max_running,
         max_step_tokens=settings.max_step_tokens,
         threads=settings.threads,
+        module=_resolved(settings.module),
         tokenizer_size=tokenizer.vocab_size if tokenizer is not None else 0,
         log_level=settings.log_level,
         log_format=settings.log_format,

@@ -60,6 +60,12 @@ class Settings:
     checkpoint: str | None = _setting(
         None, Text("a checkpoint folder"), "folder with config.json and model.safetensors", default_text=BUNDLED
     )
+    module: str | None = _setting(
+        None,
+        Text("FILE.py:CLASS"),
+        "your own module, built from the checkpoint's config.json; the file is executed; see docs/add-your-model.md",
+        default_text="none: what config.json names",
+    )
     listen: Address = _setting(Address("127.0.0.1", 50051), ListenAddress(), "where to serve gRPC")  # noqa: RUF009
     metrics_listen: Address | None = _setting(  # noqa: RUF009
         Address("127.0.0.1", 9464), ListenAddress(may_be_off=True), "where to serve Prometheus metrics; off: nowhere"
@@ -157,7 +163,7 @@ _OTHER_VARIABLES = (
 def load_settings(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> Settings:
     """Settings from all sources. Raises SettingsError; argparse itself exits with 2 on flags it does not know."""
     environ = os.environ if environ is None else environ
-    given = vars(_parser().parse_args(argv))
+    given = _with_positionals(vars(_parser().parse_args(argv)))
     config = given.pop("config", None)
     from_environment = {name: environ[_variable(name)] for name in _fields() if _variable(name) in environ}
     file = config if config is not None else environ.get(ENVIRONMENT_PREFIX + "CONFIG")
@@ -172,6 +178,18 @@ def load_settings(argv: Sequence[str], environ: Mapping[str, str] | None = None)
         )
     _check_tls(settings)
     return settings
+
+
+def _with_positionals(given: dict[str, Any]) -> dict[str, Any]:
+    """`[FILE.py:CLASS] [CHECKPOINT]` as the two settings they are."""
+    words: list[str] = given.pop("checkpoint", [])
+    if words and ".py:" in words[0]:
+        given["module"] = words.pop(0)
+        if not words:
+            raise SettingsError(f"command line: the checkpoint folder is missing after {given['module']}")
+    if len(words) > 1:
+        raise SettingsError(f"command line: {words[1]!r} is one folder too many; accepted: [FILE.py:CLASS] CHECKPOINT")
+    return given | ({"checkpoint": words[0]} if words else {})
 
 
 def unknown_variables(environ: Mapping[str, str]) -> list[str]:
@@ -245,7 +263,8 @@ def _parser() -> argparse.ArgumentParser:
         words = f"{field.metadata['help']}. Accepted: {option.accepts}. Default: {field.metadata['default_text']}"
         words = words.replace("%", "%%")
         if name == "checkpoint":
-            parser.add_argument(name, nargs="?", metavar="CHECKPOINT", help=words)
+            words = f"[FILE.py:CLASS] CHECKPOINT: {words}. FILE.py:CLASS before it is the same as --module"
+            parser.add_argument(name, nargs="*", metavar="CHECKPOINT", help=words)
         else:
             parser.add_argument(_flag(name), metavar=_metavar(option), help=words)
     parser.add_argument("--config", metavar="FILE.toml", help="TOML file of settings. Default: none")

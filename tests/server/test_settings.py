@@ -41,6 +41,7 @@ def test_command_line_beats_environment_beats_toml(tmp_path: Path) -> None:
 def test_every_field_can_be_set_by_every_source(tmp_path: Path) -> None:
     values = {
         "checkpoint": ("here", "here"),
+        "module": ("my.py:My", "my.py:My"),
         "listen": ("0.0.0.0:1", Address("0.0.0.0", 1)),
         "metrics_listen": ("off", None),
         "device": ("cpu", "cpu"),
@@ -216,6 +217,13 @@ def test_the_document_lists_every_setting() -> None:
         assert accepted == field.metadata["option"].accepts
         assert meaning == field.metadata["help"]
     assert listed == {}
+
+
+def test_a_module_may_stand_before_its_checkpoint() -> None:
+    assert (load("my.py:My", "folder").module, load("my.py:My", "folder").checkpoint) == ("my.py:My", "folder")
+    for words, says in ((("my.py:My",), "checkpoint folder is missing"), (("a", "b"), "'b' is one folder too many")):
+        with pytest.raises(SettingsError, match=says):
+            load(*words)
 
 
 def test_variables_that_are_no_settings_are_found() -> None:

@@ -10,10 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import nn
 
-from pellucid_model.checkpoint import INDEX, WEIGHTS, Checkpoint, load_checkpoint
+from pellucid_model.checkpoint import INDEX, WEIGHTS
 from pellucid_model.errors import CheckpointError, ModelError
 from pellucid_model.kernels import Kernels, accelerate, library, select_kernels
+from pellucid_model.servable import load_servable
 from pellucid_server.engine.cache import (
     KVCache,
     LayerShape,
@@ -22,6 +24,7 @@ from pellucid_server.engine.cache import (
     learn_shapes,
     native_window,
 )
+from pellucid_server.engine.invariance import seems_invariant
 from pellucid_server.engine.memory import available_memory
 from pellucid_server.engine.messages import Configure, Ready
 from pellucid_server.engine.runner import ModelRunner
@@ -29,6 +32,7 @@ from pellucid_server.kv.blocks import BlockPool
 from pellucid_server.options import size_text
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+UNKNOWN_CONTEXT = 2048
 CACHE_SHARE = 0.4
 """Of the free memory, for a cache whose size the operator leaves open."""
 
@@ -48,8 +52,8 @@ def load(configure: Configure) -> Loaded:
     threads = configure.threads or len(os.sched_getaffinity(0))
     library.set_threads(threads)
     _check_weights_fit(Path(configure.checkpoint), device)
-    checkpoint = load_checkpoint(configure.checkpoint)
-    vocab_size = checkpoint.config.vocab_size
+    servable = load_servable(Path(configure.checkpoint), configure.module)
+    vocab_size = servable.vocab_size
     if configure.tokenizer_size > vocab_size:
         raise CheckpointError(
             f"checkpoint {configure.checkpoint}: tokenizer.json has {configure.tokenizer_size} tokens, but the model "
@@ -58,25 +62,29 @@ def load(configure: Configure) -> Loaded:
     kernels = select_kernels(device)
     # Beside our operators torch does little, and its threads would wait at barriers and keep cores busy meanwhile.
     torch.set_num_threads(1 if kernels.batch_invariant else threads)
-    notices = list(checkpoint.notices)
+    notices = list(servable.notices)
     if 0 < configure.tokenizer_size < vocab_size:
         notices.append(
             f"the model has {vocab_size} token ids, its tokenizer {configure.tokenizer_size}: ids from "
             f"{configure.tokenizer_size} on are never sampled; if the vocabulary was not padded, they do not match"
         )
-    dtype = choose_dtype(configure.dtype, checkpoint.dtype, kernels, device, notices)
-    parameters = sum(parameter.numel() for parameter in checkpoint.model.parameters())
-    place(checkpoint, kernels, device, dtype)
-    context_length = choose_context(configure.max_context, checkpoint.config.context_length)
+    dtype = choose_dtype(configure.dtype, servable.dtype, kernels, device, notices)
+    parameters = sum(parameter.numel() for parameter in servable.module.parameters())
+    place(servable.module, kernels, device, dtype)
+    context_length = choose_context(configure.max_context, servable.context_length, notices)
     block_size = choose_block_size(configure.kv_block_size, context_length)
-    shapes = learn_shapes(checkpoint.model, device)
+    shapes = learn_shapes(servable.model, device)
     blocks = choose_block_count(configure, shapes, dtype, block_size, context_length, device)
     cache = KVCache(shapes, blocks, block_size, dtype, device)
+    runner, pool = ModelRunner(servable.model, kernels, cache, device), BlockPool(blocks, block_size)
+    invariant = kernels.batch_invariant
+    if servable.custom and invariant:
+        invariant = seems_invariant(runner, pool, vocab_size, context_length)
     ready = Ready(
         vocab_size=vocab_size,
         parameters=parameters,
         context_length=context_length,
-        position_scheme=checkpoint.model.position_scheme,
+        position_scheme=servable.position_scheme,
         native_window=native_window(shapes),
         kv_block_size=block_size,
         kv_block_count=blocks,
@@ -85,11 +93,11 @@ def load(configure: Configure) -> Loaded:
         device=str(device) if device.type == "cpu" else torch.cuda.get_device_name(device),
         dtype=str(dtype).removeprefix("torch."),
         kernels=kernels.name,
-        batch_invariant=kernels.batch_invariant,
-        architecture=checkpoint.architecture,
+        batch_invariant=invariant,
+        architecture=servable.architecture,
         notices=notices,
     )
-    return Loaded(ModelRunner(checkpoint.model, kernels, cache, device), BlockPool(blocks, block_size), ready)
+    return Loaded(runner, pool, ready)
 
 
 def choose_device(wanted: str) -> torch.device:
@@ -120,21 +128,25 @@ def choose_dtype(
     return dtype
 
 
-def place(checkpoint: Checkpoint, kernels: Kernels, device: torch.device, dtype: torch.dtype) -> None:
+def place(module: nn.Module, kernels: Kernels, device: torch.device, dtype: torch.dtype) -> None:
     """Put the model on its device, with our operators where they are the CPU's.
 
     On the CPU what flows between operators is float32 and `dtype` is that of the weights in linear layers and of the
     cache; elsewhere the whole model is cast.
     """
     if kernels.batch_invariant:
-        checkpoint.model.float()
-        accelerate(checkpoint.model, kernels, dtype)
+        module.float()
+        accelerate(module, kernels, dtype)
     else:
-        checkpoint.model.to(device=device, dtype=dtype)
+        module.to(device=device, dtype=dtype)
 
 
-def choose_context(wanted: int, trained: int) -> int:
-    """The trained context, or less where the operator wants less."""
+def choose_context(wanted: int, trained: int | None, notices: list[str]) -> int:
+    """The trained context, or less where the operator wants less; what the operator says where nobody else does."""
+    if trained is None:
+        if not wanted:
+            notices.append(f"neither module nor config.json has a context_length: {UNKNOWN_CONTEXT} tokens are assumed")
+        return wanted or UNKNOWN_CONTEXT
     if wanted > trained:
         raise ModelError(f"--max-context {wanted}: the model was trained with {trained} tokens; give at most that")
     return wanted or trained

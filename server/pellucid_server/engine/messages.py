@@ -49,6 +49,8 @@ class Configure(msgspec.Struct, frozen=True, tag=True):
     """Ids from here on belong to no token and are never sampled; 0: there is no tokenizer."""
     log_level: str
     log_format: str
+    module: str = ""
+    """ "FILE.py:CLASS" of the user's own module; "": what config.json names."""
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):

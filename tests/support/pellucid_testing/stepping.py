@@ -34,6 +34,7 @@ def configure(checkpoint: Path, **changes: Any) -> Configure:
         "threads": 1,
         "log_level": "warning",
         "log_format": "text",
+        "module": "",
         "tokenizer_size": 0,
     }
     return Configure(**(values | changes))
