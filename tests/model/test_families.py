@@ -16,8 +16,8 @@ from pellucid_model.errors import ConfigError
 transformers = pytest.importorskip("transformers")
 
 
-def llama(folder: Path, **changes: Any) -> Any:
-    """A random Llama whose sizes never coincide, saved as transformers saves it."""
+def tiny(folder: Path, family: str = "Llama", **changes: Any) -> Any:
+    """A random model of a family whose sizes never coincide, saved as transformers saves it."""
     torch.manual_seed(0)
     values = {
         "vocab_size": 201,
@@ -34,25 +34,36 @@ def llama(folder: Path, **changes: Any) -> Any:
         "eos_token_id": 2,
         "pad_token_id": 0,
     }
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**(values | changes))).eval()
+    config = getattr(transformers, f"{family}Config")(**(values | changes))
+    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):  # zero from the library, which would hide a bias that is left out
+                parameter.normal_(0.0, 0.3, generator=generator)
+    model.eval()
     model.save_pretrained(folder)
     return model
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("family", "changes"),
     [
-        {},
-        {"tie_word_embeddings": True},
-        {"attention_bias": True, "mlp_bias": True},
-        {"num_key_value_heads": 6, "head_dim": 8},
-        {"num_key_value_heads": 1, "rms_norm_eps": 1e-3},
+        ("Llama", {}),
+        ("Llama", {"tie_word_embeddings": True}),
+        ("Llama", {"attention_bias": True, "mlp_bias": True}),
+        ("Llama", {"num_key_value_heads": 6, "head_dim": 8}),
+        ("Llama", {"num_key_value_heads": 1, "rms_norm_eps": 1e-3}),
+        ("Mistral", {"sliding_window": 13}),
+        ("Mistral", {"sliding_window": None, "tie_word_embeddings": True}),
+        ("Qwen2", {}),
+        ("Qwen2", {"tie_word_embeddings": True, "num_key_value_heads": 1}),
     ],
 )
-def test_llama_logits_equal_transformers(tmp_path: Path, changes: dict[str, Any]) -> None:
-    theirs = llama(tmp_path, **changes)
+def test_logits_equal_transformers(tmp_path: Path, family: str, changes: dict[str, Any]) -> None:
+    theirs = tiny(tmp_path, family, **changes)
     ours = load_checkpoint(tmp_path)
-    assert ours.architecture == "llama"
+    assert ours.architecture == family.lower()
     tokens = torch.randint(0, 201, (60,), generator=torch.Generator().manual_seed(0))
     positions = torch.arange(60)
     with torch.no_grad():
@@ -60,6 +71,24 @@ def test_llama_logits_equal_transformers(tmp_path: Path, changes: dict[str, Any]
         have = ours.model.logits(ours.model(tokens, positions, ReferenceAttend([60], positions)))
     assert want.std() >= 1
     assert (have - want).abs().max() <= 1e-4 * want.abs().max()
+
+
+def test_mistral_that_does_not_speak_of_a_window_has_its_first_one(tmp_path: Path) -> None:
+    tiny(tmp_path, "Mistral", sliding_window=None)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    assert config.pop("sliding_window") is None
+    assert load_checkpoint(tmp_path).config.windows is None
+    path.write_text(json.dumps(config))
+    assert load_checkpoint(tmp_path).config.windows == (4096,) * 3
+
+
+def test_qwen2_with_its_sliding_window_is_refused_by_name(tmp_path: Path) -> None:
+    tiny(tmp_path, "Qwen2")
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"use_sliding_window": True}))
+    with pytest.raises(ConfigError, match="use_sliding_window = True"):
+        load_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -73,7 +102,7 @@ def test_llama_logits_equal_transformers(tmp_path: Path, changes: dict[str, Any]
     ],
 )
 def test_config_that_is_not_understood_is_refused_by_name(tmp_path: Path, changes: dict[str, Any], says: str) -> None:
-    llama(tmp_path)
+    tiny(tmp_path)
     path = tmp_path / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     with pytest.raises(ConfigError) as error:

@@ -28,6 +28,10 @@ class ConfigReader:
     def __init__(self, values: Mapping[str, Any]) -> None:
         self._values = {key: value for key, value in values.items() if key not in _NEUTRAL}
 
+    def __contains__(self, key: str) -> bool:
+        """Whether the key is there, be it null."""
+        return key in self._values
+
     def take(self, key: str, *default: Any) -> Any:
         """The value, removed; the default where the key is absent or null; ConfigError where there is neither."""
         value = self._values.pop(key, None)

@@ -2,33 +2,36 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from pellucid_model.config import DecoderConfig
 from pellucid_model.errors import ConfigError
 from pellucid_model.families.base import ConfigReader, Family
 
 
-def _read(config: ConfigReader) -> DecoderConfig:
+def read_llama(config: ConfigReader, **differs: Any) -> DecoderConfig:
+    """The config of Llama and its kin; `differs` holds what a relative has otherwise."""
     config.expect("hidden_act", "silu")
     d_model, heads = config.take("hidden_size"), config.take("num_attention_heads")
-    attention_bias = config.take("attention_bias", False)
-    return DecoderConfig(
-        vocab_size=config.take("vocab_size"),
-        context_length=config.take("max_position_embeddings"),
-        d_model=d_model,
-        layers=config.take("num_hidden_layers"),
-        heads=heads,
-        kv_heads=config.take("num_key_value_heads", heads),
-        head_dim=config.take("head_dim", d_model // heads),
-        d_ff=config.take("intermediate_size"),
-        position="rotary",
-        rotary_base=_rotary_base(config),
-        norm="rmsnorm",
-        norm_eps=config.take("rms_norm_eps"),
-        activation="swiglu",
-        attention_bias=attention_bias,
-        mlp_bias=config.take("mlp_bias", False),
-        tied_head=config.take("tie_word_embeddings", False),
-    )
+    values: dict[str, Any] = {
+        "vocab_size": config.take("vocab_size"),
+        "context_length": config.take("max_position_embeddings"),
+        "d_model": d_model,
+        "layers": config.take("num_hidden_layers"),
+        "heads": heads,
+        "kv_heads": config.take("num_key_value_heads", heads),
+        "head_dim": config.take("head_dim", d_model // heads),
+        "d_ff": config.take("intermediate_size"),
+        "position": "rotary",
+        "rotary_base": _rotary_base(config),
+        "norm": "rmsnorm",
+        "norm_eps": config.take("rms_norm_eps"),
+        "activation": "swiglu",
+        "attention_bias": config.take("attention_bias", False),
+        "mlp_bias": config.take("mlp_bias", False),
+        "tied_head": config.take("tie_word_embeddings", False),
+    }
+    return DecoderConfig(**(values | differs))
 
 
 def _rotary_base(config: ConfigReader) -> float:
@@ -48,25 +51,27 @@ def _rotary_base(config: ConfigReader) -> float:
 _LAYER = "model.layers.{i}."
 _BLOCK = "blocks.{i}."
 
+LLAMA_NAMES = (
+    ("model.embed_tokens.weight", "embedding.weight"),
+    ("model.norm.weight", "final_norm.weight"),
+    ("lm_head.weight", "head.weight"),
+    (_LAYER + "input_layernorm.weight", _BLOCK + "norm1.weight"),
+    (_LAYER + "post_attention_layernorm.weight", _BLOCK + "norm2.weight"),
+    *(
+        (f"{_LAYER}self_attn.{theirs}.{kind}", f"{_BLOCK}attention.{ours}.{kind}")
+        for theirs, ours in (("q_proj", "query"), ("k_proj", "key"), ("v_proj", "value"), ("o_proj", "output"))
+        for kind in ("weight", "bias")
+    ),
+    *(
+        (f"{_LAYER}mlp.{name}_proj.{kind}", f"{_BLOCK}feed_forward.{name}.{kind}")
+        for name in ("gate", "up", "down")
+        for kind in ("weight", "bias")
+    ),
+)
+
 LLAMA = Family(
     model_type="llama",
-    read=_read,
-    names=(
-        ("model.embed_tokens.weight", "embedding.weight"),
-        ("model.norm.weight", "final_norm.weight"),
-        ("lm_head.weight", "head.weight"),
-        (_LAYER + "input_layernorm.weight", _BLOCK + "norm1.weight"),
-        (_LAYER + "post_attention_layernorm.weight", _BLOCK + "norm2.weight"),
-        *(
-            (f"{_LAYER}self_attn.{theirs}.{kind}", f"{_BLOCK}attention.{ours}.{kind}")
-            for theirs, ours in (("q_proj", "query"), ("k_proj", "key"), ("v_proj", "value"), ("o_proj", "output"))
-            for kind in ("weight", "bias")
-        ),
-        *(
-            (f"{_LAYER}mlp.{name}_proj.{kind}", f"{_BLOCK}feed_forward.{name}.{kind}")
-            for name in ("gate", "up", "down")
-            for kind in ("weight", "bias")
-        ),
-    ),
+    read=read_llama,
+    names=LLAMA_NAMES,
     ignored=(r".*\.rotary_emb\.inv_freq",),
 )
