@@ -79,7 +79,7 @@ class Frontend:
         self._directory = Directory(self._readiness)
         max_live = settings.max_running + settings.max_queue
         patience = Patience(settings.slow_reader_seconds, settings.slow_reader_bytes)
-        self._table = RequestTable(self._link, self._readiness, self._metrics, max_live, patience)
+        self._table = RequestTable(self._link, self._readiness, self._metrics, max_live, patience, settings.max_running)
         self._pool = TextPool(max_live)
         self._health = Health(self._readiness, SERVICES)
         self._security = read_security(settings)
@@ -105,6 +105,7 @@ class Frontend:
         engine = asyncio.create_task(self._start_engine())
         try:
             if await self._until_up(engine):
+                self._check_policy()
                 self._announce(addresses)
                 await self._until_stopped(engine)
             await self._drain()
@@ -169,6 +170,14 @@ class Frontend:
         except TokenizerError as error:
             raise StartError(str(error)) from None
         await self._link.run(_configure(self._package, self._tokenizer))
+
+    def _check_policy(self) -> None:
+        """Raises StartError for a default policy with which every request would be refused."""
+        if self._settings.context_overflow == "roll" and not self._directory.model().can_roll:
+            raise StartError(
+                "--context-overflow roll: this model's positions are absolute, and a window rolls only with rotary, "
+                "ALiBi or no positions; use auto or reencode"
+            )
 
     async def _until_up(self, engine: asyncio.Task[None]) -> bool:
         """False where a signal came first. Raises what ended the engine's start."""

@@ -124,8 +124,10 @@ def check_room(model: ServedModel, wishes: Wishes, prompt_tokens: int, context: 
             text += " and leaves no room for a new one; max_new_tokens = 0 is accepted"
         raise PromptTooLong([Violation(wishes.prompt_field, text)])
     if not model.can_hold(context, needed):
-        window = f", nor does a window of {context.span} tokens" if context.span else ""
+        blocks = context.blocks_needed(needed, model.block_size, model.native_window)
+        window = f", nor does their window of {context.span}" if context.span else ""
         raise RequestTooLarge(
-            f"{prompt_tokens} prompt tokens and {needed - prompt_tokens} new ones do not fit{window}: the KV cache "
-            f"holds {model.cache_tokens} tokens in all"
+            f"{prompt_tokens} prompt tokens and {needed - prompt_tokens} new ones do not fit{window}: {blocks} blocks "
+            f"of {model.block_size} tokens are needed, and the KV cache holds {model.block_count}, "
+            f"{model.cache_tokens} tokens in all"
         )

@@ -44,7 +44,7 @@ class EnginePort(Protocol):
 
 
 class RequestTable:
-    """All live requests. `max_live` bounds them: those that run and those that wait."""
+    """All live requests. `max_live` bounds them: those that run, at most `max_running`, and those that wait."""
 
     def __init__(
         self,
@@ -53,11 +53,13 @@ class RequestTable:
         metrics: Metrics,
         max_live: int,
         patience: Patience = DEFAULT_PATIENCE,
+        max_running: int | None = None,
     ) -> None:
         self._engine = engine
         self._readiness = readiness
         self._metrics = metrics
         self._max_live = max_live
+        self._max_running = max_live if max_running is None else max_running
         self._patience = patience
         self._keys = itertools.count(1)
         self._live: dict[int, LiveRequest] = {}
@@ -163,11 +165,15 @@ class RequestTable:
         return taken
 
     def engine_down(self) -> None:
-        """The engine died. Requests wait for the next one, unless engines keep dying on them."""
+        """The engine died. Requests wait for the next one, unless engines keep dying on them.
+
+        Engines run requests in the order of admission, so only the oldest ones can have had a part in it.
+        """
         self.stats = None
-        for request in list(self._live.values()):
-            if request.plan is not None:
-                request.preemptions_before = request.preemptions
+        planned = [request for request in self._live.values() if request.plan is not None]
+        for place, request in enumerate(planned):
+            request.preemptions_before = request.preemptions
+            if place < self._max_running:
                 request.deaths += 1
                 if request.deaths >= MAX_DEATHS:
                     error = errors.EngineDown(f"the engine died {MAX_DEATHS} times in a row; try again later")

@@ -171,6 +171,9 @@ def load_settings(argv: Sequence[str], environ: Mapping[str, str] | None = None)
     values |= {name: _parse(name, text, f"environment {_variable(name)}") for name, text in from_environment.items()}
     values |= {name: _parse(name, text, f"command line {_flag(name)}") for name, text in given.items()}
     settings = Settings(**values)
+    if "default_max_new_tokens" not in values:
+        default = min(settings.default_max_new_tokens, settings.max_new_tokens_limit)
+        settings = dataclasses.replace(settings, default_max_new_tokens=default)
     if not settings.default_max_new_tokens <= settings.max_new_tokens_limit:
         raise SettingsError(
             f"default-max-new-tokens = {settings.default_max_new_tokens} is above "

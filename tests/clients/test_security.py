@@ -64,6 +64,14 @@ def test_a_client_with_everything_gets_in(locked: Locked) -> None:
         assert client.load().running_request_count == 0
 
 
+def test_several_addresses_with_tls(locked: Locked) -> None:
+    addresses = [locked.server.address, locked.server.address.replace("127.0.0.1", "127.0.0.2")]
+    for given in (addresses, "ipv4:" + ",".join(addresses)):
+        with Client(given, **locked.keys, token=TOKEN) as client:
+            assert client.is_ready(timeout=10)
+            assert client.generate("hello", max_new_tokens=3).result().usage.output_token_count == 3
+
+
 async def test_an_asyncio_client_with_everything_gets_in(locked: Locked) -> None:
     async with AsyncClient(locked.server.address, **locked.keys, token=TOKEN) as client:
         assert (await client.generate("hello", max_new_tokens=3).result()).usage.output_token_count == 3

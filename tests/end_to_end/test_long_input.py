@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pellucid_client import Client, Completion, PromptTooLong
+from pellucid_client import Cancelled, Chunk, Client, Completion, PromptTooLong
 from pellucid_model.checkpoint import load_checkpoint
 from pellucid_model.windows import reencoded_logits, rolling_logits
 from pellucid_server.kv.window import ContextWindow
-from pellucid_testing.server import ServerProcess, serve
+from pellucid_testing.checkpoints import tiny_checkpoint, tiny_config
+from pellucid_testing.server import ServerProcess, serve, start_server
 
 CONTEXT, BLOCK, STEP = 256, 32, 512
 LENGTH = 10_000
@@ -121,3 +122,32 @@ def test_policies_that_do_not_slide(server: ServerProcess) -> None:
         cut = client.generate([5] * LENGTH, context="truncate", ignore_eos=True, max_new_tokens=100).result()
         assert cut.prompt.dropped_token_count == LENGTH - (CONTEXT - 100)
         assert (cut.finish.reason, cut.usage.output_token_count) == ("max_new_tokens", 100)
+
+
+def test_a_newcomer_does_not_wait_for_a_very_long_prompt(server: ServerProcess) -> None:
+    with Client(server.address) as client, client.generate([5] * 400_000, context="roll", max_new_tokens=1) as long:
+        reader = threading.Thread(target=lambda: [None for _ in _quietly(long)])
+        reader.start()
+        server.wait_for_metric("pellucid_requests_running", 1)
+        short = client.generate(TEXT, max_new_tokens=3).result()
+        assert long.prompt is None, "the long prompt was over before the short one: it proves nothing"
+        assert short.timings.queue_time is not None
+        assert short.timings.queue_time < 1.0
+        long.cancel()
+        reader.join()
+
+
+def _quietly(stream: Iterable[Chunk]) -> Iterator[Chunk]:
+    """The chunks until the stream is cancelled."""
+    with suppress(Cancelled):
+        yield from stream
+
+
+def test_a_default_policy_that_the_model_cannot_have_does_not_start(tmp_path: Path) -> None:
+    folder = tiny_checkpoint(tmp_path, tiny_config(position="learned"))
+    failed = start_server(folder, "--context-overflow", "roll")
+    try:
+        assert failed.process.wait(60) == 1
+    finally:
+        failed.close()
+    assert "this model's positions are absolute" in failed.log()

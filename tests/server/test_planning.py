@@ -187,6 +187,6 @@ def test_windows_that_do_not_fit_together_are_refused(wish: ContextWish, field: 
 def test_a_cache_that_cannot_hold_the_window_bounds_the_sequence() -> None:
     made = slide(5, ContextWish("roll"), cache=20)
     assert (made.max_length, effective_max_new_tokens(made)) == (20, 15)
-    with pytest.raises(RequestTooLarge, match="nor does a window of 32 tokens"):
+    with pytest.raises(RequestTooLarge, match="nor does their window of 32: 21 blocks of 1 tokens"):
         slide(20, ContextWish("roll"), cache=20)
     assert slide(5, ContextWish("roll", window=10), cache=20).max_length == 105

@@ -39,11 +39,13 @@ class Recorder:
 class Bench:
     """A table with its surroundings; the engine is up."""
 
-    def __init__(self, max_live: int = 4, patience: Patience = DEFAULT_PATIENCE) -> None:
+    def __init__(
+        self, max_live: int = 4, patience: Patience = DEFAULT_PATIENCE, max_running: int | None = None
+    ) -> None:
         self.engine = Recorder()
         self.readiness = Readiness()
         self.metrics = Metrics("m", lambda: 0)
-        self.table = RequestTable(self.engine, self.readiness, self.metrics, max_live, patience)
+        self.table = RequestTable(self.engine, self.readiness, self.metrics, max_live, patience, max_running)
         self.readiness.engine_up()
 
     def admit(self, request_id: str = "r", **limits: Any) -> LiveRequest:
@@ -322,6 +324,16 @@ async def test_three_deaths_without_progress_end_a_request() -> None:
     assert isinstance(stuck.end.error, errors.EngineDown)
     assert lively.end is None
     assert bench.finished() == {"engine_down": 1}
+
+
+async def test_a_request_that_waited_has_no_part_in_the_death_of_an_engine() -> None:
+    bench = Bench(max_running=1)
+    running, waiting = bench.start("running"), bench.start("waiting")
+    for _ in range(3):
+        bench.table.engine_down()
+        bench.table.engine_up()
+    assert isinstance(running.end and running.end.error, errors.EngineDown)
+    assert waiting.end is None
 
 
 async def test_preemptions_add_up_over_engines() -> None:

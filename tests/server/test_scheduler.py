@@ -159,6 +159,19 @@ def test_every_decode_moves_while_a_long_prompt_is_prefilled() -> None:
     assert len(run.outputs[1]) == before + 13
 
 
+def test_a_short_prompt_is_not_held_up_by_long_ones() -> None:
+    run = Run(Scheduler(BlockPool(4000, 4), max_running=16, max_step_tokens=64))
+    for key in range(1, 11):
+        run.scheduler.submit(submit(key, 1000, 1))
+    run.step()
+    run.scheduler.submit(submit(12, 3, 1))
+    for _ in range(4):
+        run.step()
+    assert 12 in run.ends
+    assert set(run.ends) == {12}
+    run.drain()
+
+
 @pytest.mark.parametrize(
     ("prompt", "new", "max_length", "kind", "outputs"),
     [

@@ -165,7 +165,9 @@ def test_unreadable_files(tmp_path: Path) -> None:
 
 
 def test_default_length_stays_below_the_limit() -> None:
-    assert "max-new-tokens-limit = 100" in refusal("--max-new-tokens-limit", "100")
+    assert load("--max-new-tokens-limit", "100").default_max_new_tokens == 100
+    flags = ("--max-new-tokens-limit", "100", "--default-max-new-tokens", "101")
+    assert "max-new-tokens-limit = 100" in refusal(*flags)
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,9 @@ def channel_options(target: str) -> Options:
         options.append(("grpc.enable_http_proxy", 0))  # A proxy from the environment cannot reach our loopback.
     if names_several(target):
         options.append(("grpc.service_config", json.dumps(_SPREAD)))
+    if len(addresses) > 1:
+        # Else certificates would have to name the whole list.
+        options.append(("grpc.default_authority", addresses[0]))
     return options
 
 

@@ -9,9 +9,10 @@ Under a re-encoded window (kv/window.py) the cache holds a *view* of the sequenc
 origin, `offset` tokens in between left out. Chunks and positions count in the view. Without such a window the view is
 the sequence.
 
-Order of a step's side effects: expired sequences end; running sequences get tokens and blocks, decodes first; where
-blocks run out the youngest running sequence gives all of its own back and waits again (it is computed again later, from
-prompt and output); then waiting sequences are admitted in the order of arrival.
+Order of a step's side effects: expired sequences end; running sequences get tokens and blocks, decodes first, then
+prompts in the order of arrival, each leaving a small share of the budget to those behind it, so that a long prompt
+holds nobody up; where blocks run out the youngest running sequence gives all of its own back and waits again (it is
+computed again later, from prompt and output); then waiting sequences are admitted in the order of arrival.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from dataclasses import dataclass, field
 from pellucid_server.engine.messages import Finished, FinishKind, Progress, Submit
 from pellucid_server.kv.blocks import BlockPool
 
+QUANTUM_SHARE = 4
+"""A quarter of what decodes leave of the budget is kept for prompts behind the oldest one, in equal parts."""
 FREED = -1
 """In a block table: the block has gone back to the pool, and no row looks there any more."""
 
@@ -165,13 +168,19 @@ class Scheduler:
             self._move_window(sequence)
         decodes = [sequence for sequence in self.running if sequence.pending == 1]
         prefills = [sequence for sequence in self.running if sequence.pending > 1]
-        for sequence in decodes + prefills:
+        for sequence in decodes:
             budget -= self._plan(sequence, budget, planned)
+        behind = len(prefills) + self._newcomers()
+        quantum = max(1, budget // QUANTUM_SHARE // max(1, behind - 1))
+        for sequence in prefills:
+            behind -= 1
+            budget -= self._plan(sequence, max(1, budget - quantum * behind), planned)
         while budget > 0 and self._may_admit():
             sequence = self.waiting.pop()
             self._move_window(sequence)
             self.running.append(sequence)
-            budget -= self._plan(sequence, budget, planned)
+            behind -= 1
+            budget -= self._plan(sequence, max(1, budget - quantum * max(0, behind)), planned)
         for chunk in planned.values():
             if chunk.sequence.first_scheduled_at is None:
                 chunk.sequence.first_scheduled_at = now
@@ -252,6 +261,10 @@ class Scheduler:
             self.pool.release(sequence.blocks[passed])
             sequence.blocks[passed] = [FREED] * count
             sequence.freed += count
+
+    def _newcomers(self) -> int:
+        """Waiting sequences that could join this step."""
+        return min(len(self.waiting), self.max_running - len(self.running)) if self._may_admit() else 0
 
     def _may_admit(self) -> bool:
         """The next waiting sequence starts only where all it has to compute fits, so that it is not pushed out at once.
