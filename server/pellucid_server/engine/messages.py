@@ -15,18 +15,61 @@ import msgspec
 
 from pellucid_server.kv.window import FULL, ContextWindow
 
-FinishKind = Literal["eos", "stop_token", "max_new_tokens", "context_full", "time_limit", "deadline", "non_finite"]
+FinishKind = Literal[
+    "eos", "stop_token", "max_new_tokens", "context_full", "time_limit", "deadline", "non_finite", "constraint_done"
+]
 """Ends that the engine decides. Stop strings, cancels and disconnects are the frontend's, by Abort."""
 
 
 class Sampling(msgspec.Struct, frozen=True, array_like=True):
-    """Resolved values, no "unset" left. 0 turns top_k and min_p off, 1 turns top_p off; temperature 0 is argmax."""
+    """Resolved values, no "unset" left. temperature 0 is argmax; top_k 0, top_p 1, min_p 0, typical_p 1,
+    repetition_penalty 1, presence_penalty 0 and frequency_penalty 0 are off."""
 
     temperature: float
     top_k: int
     top_p: float
     min_p: float
     seed: int
+    typical_p: float = 1.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token id, what is added to its logit), each id once."""
+    allowed_ids: tuple[int, ...] = ()
+    """The only ids that may be chosen; empty: all."""
+
+
+class LogprobWish(msgspec.Struct, frozen=True, array_like=True):
+    """Which log-probabilities to report beside each token: of the raw model distribution, before any setting."""
+
+    top_count: int = 0
+    """So many of the likeliest ids."""
+    token_ids: tuple[int, ...] = ()
+    """And these, wherever they rank."""
+    start: int = 0
+    """For prompts: tokens before this one are left out."""
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+    """One token's place in the model's distribution."""
+
+    token_id: int
+    logprob: float | None
+    """None for the first prompt token, which nothing precedes."""
+    rank: int
+    """1 for the likeliest; 0: unknown."""
+    alternatives: tuple[tuple[int, float, int], ...] = ()
+    """(token id, logprob, rank): the likeliest in order, then those that were asked for by id."""
+
+
+class Constraint(msgspec.Struct, frozen=True, array_like=True):
+    """What the output must match as a whole."""
+
+    kind: Literal["json_schema", "json_object", "regex", "ebnf", "choices"]
+    text: str = ""
+    """The schema, expression or grammar; "" for the other kinds."""
+    choices: tuple[str, ...] = ()
 
 
 class Configure(msgspec.Struct, frozen=True, tag=True):
@@ -71,6 +114,21 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     """The caller's deadline: ends as "deadline"."""
     time_limit_at: float | None = None
     """Soft limit: ends as "time_limit"."""
+    sequence_index: int = 0
+    """Which output of its request this is."""
+    group: int | None = None
+    """Key of the first of several sequences of one prompt; the others share what it computed. None: it is alone."""
+    priority: int = 0
+    """Higher runs sooner."""
+    output_logprobs: LogprobWish | None = None
+    prompt_logprobs: LogprobWish | None = None
+    constraint: Constraint | None = None
+    cache_read: bool = True
+    """Whether computed blocks of earlier requests may stand in for this prompt's."""
+    cache_write: bool = True
+    """Whether later requests may use this one's blocks."""
+    cache_salt: str = ""
+    """Blocks are shared between requests of the same salt only."""
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
@@ -127,6 +185,12 @@ class Progress(msgspec.Struct, frozen=True, array_like=True):
     first_scheduled_at: float | None
     """When the first step that worked on the sequence began; None where there was none."""
     preemptions: int
+    logprob: TokenLogprob | None = None
+    """Of `token`, where the request asked for it."""
+    prompt_logprobs: list[TokenLogprob] = []
+    """Of the prompt tokens from `prompt_logprobs.start` on, all at once, not later than the first token."""
+    cached_tokens: int = 0
+    """Prompt tokens that were found in the cache when the sequence first ran."""
 
 
 class Stats(msgspec.Struct, frozen=True, array_like=True):
