@@ -20,9 +20,14 @@ from pellucid_model.training.data import (
 )
 from pellucid_model.training.errors import TrainingError
 from pellucid_model.training.recipe import DEMO, STUDY_NOTE, Recipe
+from pellucid_model.training.vocabulary import Vocabulary, characters
 
-PAD, BOS, EOS = 0, 1, 2
+PAD, BOS, EOS, UNK = 0, 1, 2, 3
 LINES = [[BOS, *range(10 * n, 10 * n + length), EOS] for n, length in enumerate((4, 2, 6, 3, 5, 1, 4), start=1)]
+
+
+def character_vocabulary(lines: list[str]) -> Vocabulary:
+    return characters(lines, {})
 
 
 def small(recipe: Recipe) -> Recipe:
@@ -88,17 +93,17 @@ def test_a_corpus_that_fills_no_batch_is_refused() -> None:
 
 def test_prepare_holds_lines_out_of_training_and_out_of_the_vocabulary() -> None:
     lines = [chr(0x4E00 + i) * 4 for i in range(10)]
-    data = prepare(lines, small(DEMO))
+    data = prepare(lines, small(DEMO), character_vocabulary)
     assert len(data.validation) == 2
     assert len(data.train) == 8
-    assert data.tokenizer.vocab_size == 4 + 8
-    assert all(line == [BOS, data.tokenizer.unk_id] + [data.tokenizer.unk_id] * 3 + [EOS] for line in data.validation)
+    assert data.vocabulary.size == 4 + 8
+    assert all(line == [BOS, UNK, UNK, UNK, UNK, EOS] for line in data.validation)
     assert all(line[0] == BOS and line[-1] == EOS and len(line) == 6 for line in data.train)
 
 
 def test_prepare_says_how_many_lines_it_needs() -> None:
     with pytest.raises(TrainingError, match=r"corpus: 3 clean lines are too few; .* need at least 4"):
-        prepare(["一二三"] * 3, small(DEMO))
+        prepare(["一二三"] * 3, small(DEMO), character_vocabulary)
 
 
 def test_validation_reads_every_line_once_and_alone() -> None:

@@ -15,9 +15,10 @@ from pellucid_model.checkpoint import Checkpoint, load_checkpoint
 from pellucid_model.tokenizers import CharacterTokenizer, load_tokenizer
 from pellucid_model.training.corpus.cleaning import clean
 from pellucid_model.training.corpus.generator import generate_lines
-from pellucid_model.training.data import encode_lines, pack_rows, prepare
+from pellucid_model.training.data import pack_rows, prepare
 from pellucid_model.training.recipe import DEMO
 from pellucid_model.training.samples import continue_tokens
+from pellucid_model.training.vocabulary import characters, of_checkpoint
 
 DEMO_FOLDER = Path(pellucid_model.__file__).parent / "demo"
 
@@ -50,7 +51,8 @@ def test_it_is_what_the_preset_says(demo: Checkpoint, tokenizer: CharacterTokeni
 
 def test_its_vocabulary_is_that_of_the_preset_s_training_lines(tokenizer: CharacterTokenizer) -> None:
     corpus = clean(generate_lines(DEMO.generated_lines), DEMO.min_line_length, DEMO.max_line_length)
-    assert prepare(corpus.lines, DEMO).tokenizer.to_json() == tokenizer.to_json()
+    data = prepare(corpus.lines, DEMO, lambda lines: characters(lines, {}))
+    assert data.vocabulary.files["tokenizer.json"] == tokenizer.to_json()
 
 
 def test_its_generation_config_names_the_special_tokens(tokenizer: CharacterTokenizer) -> None:
@@ -79,13 +81,12 @@ def test_a_question_is_answered(demo: Checkpoint, tokenizer: CharacterTokenizer)
     assert tokenizer.decode(continuation).startswith("答：")
 
 
-def test_it_is_as_sure_at_the_end_of_its_context_as_in_the_middle(
-    demo: Checkpoint, tokenizer: CharacterTokenizer
-) -> None:
+def test_it_is_as_sure_at_the_end_of_its_context_as_in_the_middle(demo: Checkpoint) -> None:
     """Loss by position over rows of lines it has not seen; the templates themselves leave about 0.8 nats."""
     trained_on = set(generate_lines(DEMO.generated_lines))
     unseen = [line for line in generate_lines(20_000, seed=1) if line not in trained_on]
-    rows = pack_rows(encode_lines(tokenizer, unseen[:1000]), DEMO.context_length)[:48]
+    vocabulary = of_checkpoint(DEMO_FOLDER)
+    rows = pack_rows([vocabulary.encode_line(line) for line in unseen[:1000]], DEMO.context_length)[:48]
     attend = TrainingAttend(len(rows), DEMO.context_length)
     with torch.no_grad():
         logits = demo.model.logits(demo.model(rows[:, :-1].flatten(), attend.positions, attend))

@@ -270,7 +270,7 @@ def test_the_study_note_runs_in_its_own_layout(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "code", "message"),
     [
-        ([], 2, "--preset is needed: study-note or demo"),
+        ([], 2, "--preset is needed: study-note, demo, fine-tune"),
         (["--preset", "large"], 2, "argument --preset: invalid choice: 'large'"),
         (["--preset", "demo", "--steps", "many"], 2, "argument --steps: invalid int value: 'many'"),
         (["--preset", "demo", "--steps", "0"], 2, "steps = 0: must be at least 1"),

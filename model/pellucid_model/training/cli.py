@@ -20,16 +20,19 @@ from pellucid_model.errors import ModelError
 from pellucid_model.training.corpus.cleaning import clean
 from pellucid_model.training.corpus.generator import DEFAULT_LINES, DEFAULT_SEED, generate_lines
 from pellucid_model.training.errors import DivergedError, TrainingError
-from pellucid_model.training.recipe import PRESETS, Recipe
+from pellucid_model.training.recipe import PRESETS, SHAPE, Recipe
 
 if TYPE_CHECKING:
+    from pellucid_model.training.models import ModelSource
     from pellucid_model.training.run import RunSettings
 
 _GENERATED = "generated"
 _NEEDED = ("torch", "safetensors", "tqdm", "matplotlib")
 
 
-class _Parser(argparse.ArgumentParser):
+class OneLineParser(argparse.ArgumentParser):
+    """Its errors are one line, without the usage."""
+
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}\n")
 
@@ -67,27 +70,63 @@ def _train(argv: list[str]) -> int:
         overrides["sample_prompts"] = tuple(overrides["sample_prompts"])
     if arguments.resume:
         return _resume(arguments, overrides)
-    if arguments.preset is None:
-        raise TrainingError(f"--preset is needed: {' or '.join(PRESETS)}")
-    recipe = dataclasses.replace(PRESETS[arguments.preset], **overrides)
-    _require_packages()
+    require_packages(*_NEEDED)
     from pellucid_model.training.run import RunSettings, start_run
 
+    source = _source(arguments)
+    preset = arguments.preset or ("fine-tune" if source.checkpoint else None)
+    if preset is None:
+        raise TrainingError(f"--preset is needed: {', '.join(PRESETS)}")
     settings = RunSettings(
-        preset=arguments.preset,
-        recipe=recipe,
+        preset=preset,
+        recipe=_recipe(PRESETS[preset], overrides, source),
+        model=source,
         corpus=_corpus_path(arguments.corpus or _GENERATED),
         threads=arguments.threads or 1,
         device=_device(arguments.device or "auto"),
     )
-    path = Path(arguments.out or f"runs/{arguments.preset}-{time.strftime('%Y%m%d-%H%M%S')}")
+    path = Path(arguments.out or f"runs/{preset}-{time.strftime('%Y%m%d-%H%M%S')}")
     return _finish(path, lambda: start_run(path, settings))
+
+
+def _source(arguments: argparse.Namespace) -> ModelSource:
+    """Where the model comes from, with absolute paths, so that the run can be resumed from anywhere."""
+    from pellucid_model.training.models import ModelSource
+    from pellucid_model.weight_files import read_json
+
+    module, config = arguments.module, arguments.config
+    if config is not None and (module is None or arguments.checkpoint is not None):
+        raise TrainingError("--config is what a --module without --from is built from")
+    if module is not None:
+        file, _, name = module.rpartition(":")
+        module = f"{os.path.abspath(file)}:{name}"
+    return ModelSource(
+        checkpoint=None if arguments.checkpoint is None else os.path.abspath(arguments.checkpoint),
+        module=module,
+        config=None if config is None else read_json(Path(config)),
+    )
+
+
+def _recipe(preset: Recipe, overrides: dict[str, Any], source: ModelSource) -> Recipe:
+    """The preset with what was asked for; a model that is not the recipe's own decides its shape, and its tokens."""
+    if source.is_recipe:
+        return dataclasses.replace(preset, **overrides)
+    if given := sorted(SHAPE & set(overrides)):
+        decides = "the checkpoint of --from" if source.checkpoint else "--config, of which --module is built,"
+        raise TrainingError(f"--{given[0].replace('_', '-')}: {decides} decides that")
+    known: dict[str, Any] = {}
+    if source.checkpoint is not None:
+        from pellucid_model.servable import load_servable
+
+        context = load_servable(Path(source.checkpoint), source.module or "").context_length
+        known = {"vocabulary": "checkpoint", "context_length": min(preset.context_length, context or 2**31)}
+    return dataclasses.replace(preset, **(known | overrides))
 
 
 def _resume(arguments: argparse.Namespace, overrides: dict[str, Any]) -> int:
     if arguments.out is None:
         raise TrainingError("--resume needs --out, the folder of the run to go on with")
-    _require_packages()
+    require_packages(*_NEEDED)
     from pellucid_model.training.run import RunSettings, resume_run
     from pellucid_model.training.run_folder import RunFolder
 
@@ -118,7 +157,11 @@ def _refuse_changes(arguments: argparse.Namespace, overrides: dict[str, Any], se
     asked: dict[str, tuple[Any, Any]] = {
         name: (value, getattr(settings.recipe, name)) for name, value in overrides.items()
     }
+    source = _source(arguments)
     asked["preset"] = (arguments.preset, settings.preset)
+    asked["from"] = (source.checkpoint, settings.model.checkpoint)
+    asked["module"] = (source.module, settings.model.module)
+    asked["config"] = (source.config, settings.model.config)
     asked["threads"] = (arguments.threads, settings.threads)
     if arguments.corpus is not None:
         asked["corpus"] = (_corpus_path(arguments.corpus) or _GENERATED, settings.corpus or _GENERATED)
@@ -141,8 +184,9 @@ def _device(value: str) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _require_packages() -> None:
-    for name in _NEEDED:
+def require_packages(*names: str) -> None:
+    """Raise TrainingError where one of these modules cannot be imported."""
+    for name in names:
         try:
             importlib.import_module(name)
         except ModuleNotFoundError:
@@ -150,11 +194,11 @@ def _require_packages() -> None:
 
 
 def _compare(argv: list[str]) -> int:
-    parser = _Parser(prog="pellucid train compare", description="Print the settings in which two runs differ.")
+    parser = OneLineParser(prog="pellucid train compare", description="Print the settings in which two runs differ.")
     parser.add_argument("run_a", metavar="RUN_A", type=Path, help="folder of a run")
     parser.add_argument("run_b", metavar="RUN_B", type=Path, help="folder of another run")
     arguments = parser.parse_args(argv)
-    _require_packages()
+    require_packages(*_NEEDED)
     from pellucid_model.training.compare import compare_runs
     from pellucid_model.training.run_folder import RunFolder
 
@@ -163,7 +207,9 @@ def _compare(argv: list[str]) -> int:
 
 
 def _corpus(argv: list[str]) -> int:
-    parser = _Parser(prog="pellucid train corpus", description="Write the generated corpus, cleaned, one line a line.")
+    parser = OneLineParser(
+        prog="pellucid train corpus", description="Write the generated corpus, cleaned, one line a line."
+    )
     parser.add_argument("--out", metavar="FILE", type=Path, required=True, help="text file to write, UTF-8")
     parser.add_argument("--lines", type=int, default=DEFAULT_LINES, help="how many (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=DEFAULT_SEED, help="of the generator (default: %(default)s)")
@@ -177,17 +223,22 @@ def _corpus(argv: list[str]) -> int:
 
 
 def _train_parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = OneLineParser(
         prog="pellucid train",
         description="Train a decoder on short lines of text. Also: pellucid train compare RUN_A RUN_B, "
         "pellucid train corpus --out FILE.",
         allow_abbrev=False,
     )
     parser.add_argument("--preset", choices=list(PRESETS), help="where the settings below have their defaults")
+    parser.add_argument(
+        "--from", dest="checkpoint", metavar="CHECKPOINT", help="fine-tune these weights, with their own tokenizer"
+    )
+    parser.add_argument("--module", metavar="FILE.py:CLASS", help="train a module of your own; the file is executed")
+    parser.add_argument("--config", metavar="FILE", help="JSON object that a --module without --from is built from")
     parser.add_argument("--out", metavar="FOLDER", help="of the run (default: runs/PRESET-TIME)")
     parser.add_argument("--corpus", metavar="FILE", help="UTF-8 text, one line a line, or 'generated' (default)")
     parser.add_argument("--resume", action="store_true", help="go on with the run in --out, with its own settings")
-    parser.add_argument("--threads", type=_at_least_one, metavar="N", help="CPU threads (default: 1)")
+    parser.add_argument("--threads", type=at_least_one, metavar="N", help="CPU threads (default: 1)")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), help="default: auto")
     settings = parser.add_argument_group("settings of the preset that can be changed")
     hints = get_type_hints(Recipe)
@@ -220,7 +271,7 @@ def _shown(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _at_least_one(text: str) -> int:
+def at_least_one(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text}: must be at least 1")

@@ -1,6 +1,6 @@
 """From lines to batches.
 
-In: clean lines and a tokenizer. Out: training and validation batches of token ids, in an order that a seed fixes and
+In: clean lines and a vocabulary. Out: training and validation batches of token ids, in an order that a seed fixes and
 that a position (epoch, batch) can be resumed from.
 
     padded   one line a row:          <bos> a b c <eos> <pad> <pad>
@@ -11,15 +11,15 @@ Both are read with plain causal attention, so a packed row also teaches what a l
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from pellucid_model.tokenizers import CharacterTokenizer
 from pellucid_model.training.errors import TrainingError
 from pellucid_model.training.recipe import Recipe
+from pellucid_model.training.vocabulary import Vocabulary
 
 IGNORED = -100
 """Label of a position that is not trained."""
@@ -41,17 +41,34 @@ class Batch:
         """Positions that are trained."""
         return int((self.labels != IGNORED).sum())
 
+    def split(self, parts: int) -> list[Batch]:
+        """The same rows in `parts` smaller batches of equal size."""
+        pairs = zip(self.inputs.chunk(parts), self.labels.chunk(parts), strict=True)
+        return [Batch(inputs, labels) for inputs, labels in pairs]
+
 
 @dataclass(frozen=True)
 class Dataset:
     """A corpus, encoded and split."""
 
-    tokenizer: CharacterTokenizer
+    vocabulary: Vocabulary
     train: list[list[int]]
     validation: list[list[int]]
+    validation_lines: list[str]
+    """The text of `validation`."""
+    dropped: int
+    """Lines that have more tokens than a row."""
+
+    def summary(self) -> str:
+        tokens = sum(len(line) for line in self.train)
+        unknown = sum(line.count(self.vocabulary.unk_id) for line in self.train if self.vocabulary.unk_id is not None)
+        notes = f", {unknown:,} of them unknown to the vocabulary" if unknown else ""
+        if self.dropped:
+            notes += f"; {self.dropped:,} lines left out, whose tokens a row does not hold"
+        return f"vocabulary {self.vocabulary.size:,}, {tokens:,} tokens to train on{notes}"
 
 
-def prepare(lines: Sequence[str], recipe: Recipe) -> Dataset:
+def prepare(lines: Sequence[str], recipe: Recipe, vocabulary_of: Callable[[list[str]], Vocabulary]) -> Dataset:
     """Hold out the validation lines, make the vocabulary of the others, encode both."""
     needed = recipe.validation_lines + recipe.rows
     if len(lines) < needed:
@@ -62,13 +79,20 @@ def prepare(lines: Sequence[str], recipe: Recipe) -> Dataset:
     order = _permutation(len(lines), recipe.seed)
     validation = [lines[i] for i in order[: recipe.validation_lines]]
     train = [lines[i] for i in order[recipe.validation_lines :]]
-    tokenizer = CharacterTokenizer.train(train)
-    return Dataset(tokenizer, encode_lines(tokenizer, train), encode_lines(tokenizer, validation))
+    vocabulary = vocabulary_of(train)
+    encoded = [vocabulary.encode_line(line) for line in train]
+    held_out = {line: vocabulary.encode_line(line) for line in validation}
+    fitting = [ids for ids in encoded if _fits_a_row(ids, recipe)]
+    held_out_fitting = {line: ids for line, ids in held_out.items() if _fits_a_row(ids, recipe)}
+    if not held_out_fitting:
+        raise TrainingError(f"corpus: no held-out line fits a row of context_length = {recipe.context_length} tokens")
+    dropped = len(lines) - len(fitting) - len(held_out_fitting)
+    return Dataset(vocabulary, fitting, list(held_out_fitting.values()), list(held_out_fitting), dropped)
 
 
-def encode_lines(tokenizer: CharacterTokenizer, lines: Sequence[str]) -> list[list[int]]:
-    """<bos> line <eos> as token ids, for each line."""
-    return [[*tokenizer.encode(line), *tokenizer.eos_ids] for line in lines]
+def _fits_a_row(ids: Sequence[int], recipe: Recipe) -> bool:
+    """Two tokens at least: one to read and one to foretell. The last one is never read."""
+    return 2 <= len(ids) <= recipe.context_length + 1
 
 
 def padded_batch(lines: Sequence[Sequence[int]], pad_id: int) -> Batch:

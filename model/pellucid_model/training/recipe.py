@@ -15,6 +15,12 @@ from pellucid_model.training.errors import TrainingError
 
 Layout = Literal["padded", "packed"]
 Dtype = Literal["float32", "bfloat16", "float16"]
+Vocabulary = Literal["characters", "bpe", "checkpoint"]
+Precision = Literal["float32", "bfloat16"]
+Decayed = Literal["matrices", "linears"]
+
+SMALLEST_BPE = 260
+"""All 256 bytes, the special tokens, and one merge."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,10 +53,15 @@ class Recipe:
     # The corpus.
     generated_lines: Annotated[int, "lines to generate where no corpus file is given"]
     min_line_length: Annotated[int, "shorter lines are dropped"]
-    max_line_length: Annotated[int, "longer lines are dropped; at most context_length - 2"]
+    max_line_length: Annotated[int, "longer lines are dropped; characters: at most context_length - 2"]
     validation_lines: Annotated[int, "lines held out from training"]
+    vocabulary: Annotated[
+        Vocabulary, "a token is a character, or a piece that byte-level BPE learns; or as --from has it"
+    ]
+    bpe_vocab_size: Annotated[int, "entries of a BPE vocabulary, at least 260"]
     layout: Annotated[Layout, "a row is one padded line, or as many lines as fill the context"]
     rows: Annotated[int, "rows in a batch"]
+    micro_batches: Annotated[int, "gradient accumulation: parts a batch is computed in, a divisor of rows"]
 
     # Optimisation: AdamW (Loshchilov and Hutter 2019), linear warmup, then a cosine.
     steps: Annotated[int, "optimiser steps"]
@@ -59,8 +70,14 @@ class Recipe:
     warmup: Annotated[int, "steps of linear warmup"]
     beta1: Annotated[float, "decay of AdamW's mean, [0, 1)"]
     beta2: Annotated[float, "decay of AdamW's mean square, [0, 1)"]
-    weight_decay: Annotated[float, "AdamW's decay of matrices; biases and norms have none"]
+    weight_decay: Annotated[float, "AdamW's decay; biases and norms have none"]
+    weight_decay_on: Annotated[Decayed, "all matrices, or those of linear layers and not embeddings"]
     gradient_clip: Annotated[float, "largest gradient norm; 0 turns clipping off"]
+    precision: Annotated[Precision, "type of matrix products in training; weights and validation are float32"]
+    gradient_checkpointing: Annotated[
+        bool, "compute each block again in the backward pass: less memory, a third slower"
+    ]
+    patience: Annotated[int, "stop after this many validations without a new best, and keep the best; 0: never"]
     seed: Annotated[int, "of weights, dropout, order of lines and held-out lines"]
 
     # What comes out.
@@ -69,8 +86,12 @@ class Recipe:
     sample_prompts: Annotated[tuple[str, ...], "prompts that are continued at each validation"]
 
     def __post_init__(self) -> None:
-        for name in ("generated_lines", "min_line_length", "validation_lines", "rows", "steps", "validation_every"):
+        for name in ("generated_lines", "min_line_length", "validation_lines", "rows", "micro_batches", "steps"):
             self._require(getattr(self, name) >= 1, name, "at least 1")
+        self._require(self.validation_every >= 1, "validation_every", "at least 1")
+        self._require(self.rows % self.micro_batches == 0, "micro_batches", f"a divisor of rows = {self.rows}")
+        self._require(self.bpe_vocab_size >= SMALLEST_BPE, "bpe_vocab_size", f"at least {SMALLEST_BPE}")
+        self._require(self.patience >= 0, "patience", "at least 0")
         for name in ("warmup", "weight_decay", "gradient_clip", "final_learning_rate"):
             value = getattr(self, name)
             self._require(math.isfinite(value) and value >= 0, name, "a finite number of at least 0")
@@ -80,13 +101,16 @@ class Recipe:
             self._require(0 <= getattr(self, name) < 1, name, "in [0, 1)")
         self._require(0 <= self.seed < 2**63, "seed", "in [0, 2^63)")
         self._require(all(_is_utf8(prompt) for prompt in self.sample_prompts), "sample_prompts", "UTF-8 text")
-        longest = self.context_length - 2
-        self._require(
-            self.min_line_length <= self.max_line_length <= longest,
-            "max_line_length",
-            f"between min_line_length = {self.min_line_length} and context_length - 2 = {longest}",
-        )
+        self._check_line_length()
         self.model_config(vocab_size=1)
+
+    def _check_line_length(self) -> None:
+        """A line of characters must fit a row; how many tokens one has otherwise is only known once it is encoded."""
+        shortest, longest, room = self.min_line_length, self.max_line_length, self.context_length - 2
+        if self.vocabulary == "characters":
+            accepted = f"between min_line_length = {shortest} and context_length - 2 = {room}"
+            self._require(shortest <= longest <= room, "max_line_length", accepted)
+        self._require(shortest <= longest, "max_line_length", f"at least min_line_length = {shortest}")
 
     def _require(self, ok: bool, name: str, accepted: str) -> None:
         if not ok:
@@ -108,8 +132,10 @@ class Recipe:
         """What each setting means, by name."""
         return {name: hint.__metadata__[0] for name, hint in get_type_hints(Recipe, include_extras=True).items()}
 
-    def to_json(self) -> dict[str, Any]:
-        return {**dataclasses.asdict(self), "sample_prompts": list(self.sample_prompts)}
+    def to_json(self, *, shape: bool = True) -> dict[str, Any]:
+        """shape: False leaves SHAPE out, for a model that brings its own."""
+        values = {**dataclasses.asdict(self), "sample_prompts": list(self.sample_prompts)}
+        return values if shape else {name: value for name, value in values.items() if name not in SHAPE}
 
     @staticmethod
     def from_json(values: dict[str, Any]) -> Recipe:
@@ -122,6 +148,15 @@ class Recipe:
             if not _fits(value, hints[name]):
                 raise TrainingError(f"recipe: {name} = {value!r} has the wrong type")
         return Recipe(**values)
+
+
+SHAPE = frozenset(
+    {
+        *("d_model", "layers", "heads", "kv_heads", "head_dim", "d_ff", "position", "rotary_base", "embedding_scale"),
+        *("norm", "norm_placement", "norm_eps", "activation", "biases", "tied_head", "init_std"),
+    }
+)
+"""Settings that a checkpoint or a module of one's own decides instead of the recipe."""
 
 
 def _is_utf8(text: str) -> bool:
@@ -163,8 +198,11 @@ STUDY_NOTE = Recipe(
     min_line_length=4,
     max_line_length=62,
     validation_lines=1500,
+    vocabulary="characters",
+    bpe_vocab_size=4096,
     layout="padded",
     rows=32,
+    micro_batches=1,
     steps=10_000,
     learning_rate=2e-4,
     final_learning_rate=0.0,
@@ -172,7 +210,11 @@ STUDY_NOTE = Recipe(
     beta1=0.9,
     beta2=0.999,
     weight_decay=0.01,
+    weight_decay_on="matrices",
     gradient_clip=1.0,
+    precision="float32",
+    gradient_checkpointing=False,
+    patience=0,
     seed=1234,
     validation_every=500,
     checkpoint_dtype="float32",
@@ -204,4 +246,21 @@ DEMO = dataclasses.replace(
 )
 """What made the bundled checkpoint, in a few minutes of one CPU core."""
 
-PRESETS: dict[str, Recipe] = {"study-note": STUDY_NOTE, "demo": DEMO}
+FINE_TUNE = dataclasses.replace(
+    DEMO,
+    vocabulary="checkpoint",
+    max_line_length=2000,
+    steps=400,
+    learning_rate=3e-4,
+    warmup=40,
+    beta2=0.999,
+    weight_decay=0.01,
+    weight_decay_on="linears",
+    rows=8,
+    validation_lines=200,
+    validation_every=50,
+    patience=3,
+)
+"""For weights that know something already: a low rate, and an end as soon as unseen lines stop gaining from it."""
+
+PRESETS: dict[str, Recipe] = {"study-note": STUDY_NOTE, "demo": DEMO, "fine-tune": FINE_TUNE}

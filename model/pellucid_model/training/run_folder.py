@@ -1,8 +1,8 @@
 """What a run leaves on disk. Every file is replaced whole or not at all, except the log, which only grows.
 
     run.json      settings, corpus, versions; written once
-    log.jsonl     a record per step, and one per validation with its samples
-    checkpoint/   what `pellucid serve` takes: config.json, model.safetensors, tokenizer.json, generation_config.json
+    log.jsonl     a record per step, one per validation with its samples, and one where training diverged
+    checkpoint/   what `pellucid serve` takes: config.json, model.safetensors and the tokenizer's files
     state.pt      what a resumed run goes on from
     loss.png, samples.txt   views of the log
 
@@ -21,12 +21,10 @@ from typing import Any
 
 import torch
 
-from pellucid_model.checkpoint import save_checkpoint
-from pellucid_model.decoder import Decoder
-from pellucid_model.tokenizers import CharacterTokenizer
 from pellucid_model.training.curve import draw_curve
 from pellucid_model.training.errors import TrainingError
-from pellucid_model.training.samples import TEMPERATURE, TOP_K
+from pellucid_model.training.models import TrainableModel
+from pellucid_model.training.vocabulary import Vocabulary
 
 Record = dict[str, Any]
 
@@ -92,9 +90,14 @@ class RunFolder:
         kept = [record for record in self.records() if record["step"] <= step]
         write_whole(self._log, "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in kept).encode())
 
-    def save(self, model: Decoder, tokenizer: CharacterTokenizer, dtype: torch.dtype, state: dict[str, Any]) -> None:
-        write_checkpoint(self.checkpoint, model, tokenizer, dtype)
-        self.save_state(state)
+    def save_checkpoint(self, model: TrainableModel, vocabulary: Vocabulary, dtype: torch.dtype) -> None:
+        """A folder that serves as it is. config.json is written last: where it stands, the rest is complete."""
+        self.checkpoint.mkdir(parents=True, exist_ok=True)
+        for name, content in vocabulary.files.items():
+            write_whole(self.checkpoint / name, content)
+        model.write(self.checkpoint, dtype)
+
+    def save_views(self) -> None:
         records = self.records()
         draw_curve(records, self.path / "loss.png")
         write_whole(self.path / "samples.txt", _samples_text(records).encode())
@@ -115,22 +118,6 @@ class RunFolder:
         if not isinstance(state, dict):
             raise TrainingError(f"{path} is not the state of a run")
         return state
-
-
-def write_checkpoint(folder: Path, model: Decoder, tokenizer: CharacterTokenizer, dtype: torch.dtype) -> None:
-    """A folder that serves as it is. config.json is written last: where it stands, the rest is complete."""
-    folder.mkdir(parents=True, exist_ok=True)
-    generation: dict[str, Any] = {
-        "bos_token_id": tokenizer.bos_id,
-        "eos_token_id": list(tokenizer.eos_ids),
-        "pad_token_id": tokenizer.pad_id,
-        "do_sample": True,
-        "temperature": TEMPERATURE,
-        "top_k": TOP_K,
-    }
-    write_whole(folder / "tokenizer.json", tokenizer.to_json())
-    write_whole(folder / "generation_config.json", _json(generation))
-    save_checkpoint(folder, model, dtype)
 
 
 def write_whole(path: Path, data: bytes) -> None:

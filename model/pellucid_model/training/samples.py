@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
+from torch import nn
 
 from pellucid_model.attention import TrainingAttend
-from pellucid_model.decoder import Decoder
-from pellucid_model.tokenizers import CharacterTokenizer
+from pellucid_model.contract import DecoderModel
+from pellucid_model.training.vocabulary import Vocabulary
 
 TEMPERATURE = 0.8
 TOP_K = 20
@@ -29,27 +31,29 @@ class Sample:
         return f"{self.prompt}|{self.greedy}\n{self.prompt}|{self.drawn}"
 
 
-def draw_samples(model: Decoder, tokenizer: CharacterTokenizer, prompts: Sequence[str]) -> list[Sample]:
+def draw_samples(model: nn.Module, vocabulary: Vocabulary, prompts: Sequence[str], context_length: int) -> list[Sample]:
     """The same draws for the same model; torch's own random state is not touched.
 
-    A prompt with characters that the tokenizer does not know is left out.
+    A prompt with characters that the tokenizer does not know is left out, as is one without any token.
     """
     random = torch.Generator().manual_seed(_SEED)
     samples = []
     for prompt in prompts:
-        ids = tokenizer.encode(prompt)
-        if tokenizer.unk_id in ids:
+        ids = vocabulary.encode_beginning(prompt)
+        if not ids or vocabulary.unk_id in ids:
             continue
-        room = min(_MAX_NEW_TOKENS, model.config.context_length - len(ids))
-        greedy = continue_tokens(model, ids, room, stop=tokenizer.eos_ids)
-        drawn = continue_tokens(model, ids, room, stop=tokenizer.eos_ids, random=random)
-        samples.append(Sample(prompt, tokenizer.decode(greedy), tokenizer.decode(drawn)))
+        room = min(_MAX_NEW_TOKENS, context_length - len(ids))
+        stop = () if vocabulary.eos_id is None else (vocabulary.eos_id,)
+        greedy = continue_tokens(model, ids, room, stop=stop)
+        drawn = continue_tokens(model, ids, room, stop=stop, random=random)
+        decode = vocabulary.tokenizer.decode
+        samples.append(Sample(prompt, decode(greedy), decode(drawn)))
     return samples
 
 
 @torch.no_grad()
 def continue_tokens(
-    model: Decoder,
+    model: nn.Module,
     ids: Sequence[int],
     max_new_tokens: int,
     *,
@@ -61,13 +65,14 @@ def continue_tokens(
     random: None takes the likeliest token, else the draw is from the TOP_K likeliest at TEMPERATURE.
     """
     device = next(model.parameters()).device
+    contract = cast("DecoderModel", model)
     training = model.training
     model.eval()
     tokens = list(ids)
     while len(tokens) < len(ids) + max_new_tokens:
         attend = TrainingAttend(1, len(tokens), device=device)
         hidden = model(torch.tensor(tokens, device=device), attend.positions, attend)
-        logits = model.logits(hidden[-1:])[0].float().cpu()
+        logits = contract.logits(hidden[-1:])[0].float().cpu()
         tokens.append(_choose(logits, random))
         if tokens[-1] in stop:
             break

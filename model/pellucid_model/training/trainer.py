@@ -1,23 +1,26 @@
 """The training loop's inside: one optimiser step, the validation loss, and the state that resumes both exactly.
 
-In: a recipe and encoded lines. Out: a trained `Decoder`. A step draws a batch, computes loss and gradient, refuses both
-if they are not finite, clips, sets the learning rate, and only then changes the weights.
+In: a recipe, encoded lines and the source of a model. Out: a trained module. A step draws a batch, computes loss and
+gradient part by part, refuses both if they are not finite, clips, sets the learning rate, and only then changes the
+weights.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pellucid_model.attention import TrainingAttend
-from pellucid_model.decoder import Decoder
+from pellucid_model.blocks import checkpoint_blocks, find_blocks
+from pellucid_model.contract import DecoderModel
 from pellucid_model.training.data import IGNORED, Batch, BatchSource, Dataset, validation_batches
 from pellucid_model.training.errors import DivergedError, TrainingError
+from pellucid_model.training.models import ModelSource, make_model
 from pellucid_model.training.recipe import Recipe
 from pellucid_model.training.schedule import learning_rate
 
@@ -37,22 +40,35 @@ class StepResult:
     """Trained tokens of the batch."""
 
 
+@dataclass(frozen=True)
+class Validation:
+    validation_loss: float
+    """Nats per token of the held-out lines, the end of each included."""
+    perplexity: float
+    """Its exponential."""
+    loss_per_character: float
+    """The same nats per character of the text, which compares vocabularies."""
+
+
 class Trainer:
     """A model on its way. Weights and dropout are drawn from torch's global generator, seeded here."""
 
-    def __init__(self, recipe: Recipe, data: Dataset, device: torch.device) -> None:
+    def __init__(self, recipe: Recipe, data: Dataset, device: torch.device, source: ModelSource) -> None:
         torch.manual_seed(recipe.seed)
         self.recipe = recipe
-        self.tokenizer = data.tokenizer
+        self.vocabulary = data.vocabulary
         self.device = device
         self.step = 0
-        self.model = Decoder(recipe.model_config(data.tokenizer.vocab_size))
-        self.model.initialize(recipe.init_std)
+        self.trainable = make_model(source, recipe, data.vocabulary.size)
+        self.model = self.trainable.module
+        _check_fit(self.trainable.vocab_size, self.trainable.context_length, data, recipe)
+        if recipe.gradient_checkpointing:
+            checkpoint_blocks(find_blocks(self.model))
         self.model.to(device)
         self._optimizer = _adamw(self.model, recipe)
-        pad_id = data.tokenizer.pad_id or 0
-        self._batches = BatchSource(data.train, recipe, pad_id)
-        self._validation = validation_batches(data.validation, pad_id)
+        self._batches = BatchSource(data.train, recipe, data.vocabulary.pad_id)
+        self._validation = validation_batches(data.validation, data.vocabulary.pad_id)
+        self._validation_characters = sum(len(line) for line in data.validation_lines)
 
     @property
     def parameters(self) -> int:
@@ -68,11 +84,10 @@ class Trainer:
         self.model.train()
         batch = self._batches.next()
         rate = learning_rate(self.step, self.recipe)
-        loss = self._loss(batch, self.recipe.dropout)
         self._optimizer.zero_grad(set_to_none=True)
-        loss.backward()
+        loss = sum(self._backward(part, part.tokens / batch.tokens) for part in batch.split(self.recipe.micro_batches))
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.gradient_clip or math.inf)
-        result = StepResult(self.step + 1, loss.item(), rate, norm.item(), batch.tokens)
+        result = StepResult(self.step + 1, loss, rate, norm.item(), batch.tokens)
         if not (math.isfinite(result.loss) and math.isfinite(result.gradient_norm)):
             raise DivergedError(
                 f"training stopped at step {result.step}: loss {result.loss:.4g}, gradient norm "
@@ -85,9 +100,16 @@ class Trainer:
         self.step += 1
         return result
 
+    def _backward(self, part: Batch, share: float) -> float:
+        """Add a part's share of the batch's gradient -> its share of the loss."""
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.recipe.precision == "bfloat16"):
+            loss = self._loss(part, self.recipe.dropout) * share
+        loss.backward()
+        return loss.item()
+
     @torch.no_grad()
-    def validation_loss(self) -> float:
-        """Nats per token of the held-out lines, <eos> included. Raises DivergedError where it is not finite."""
+    def validate(self) -> Validation:
+        """Read the held-out lines, in float32. Raises DivergedError where the loss is not finite."""
         self.model.eval()
         total = sum(self._loss(batch, 0.0).item() * batch.tokens for batch in self._validation)
         loss = total / sum(batch.tokens for batch in self._validation)
@@ -96,7 +118,7 @@ class Trainer:
                 f"training stopped after step {self.step}: validation loss {loss:.4g}; "
                 "try a lower --learning-rate or a longer --warmup"
             )
-        return loss
+        return Validation(loss, torch.tensor(loss).exp().item(), total / self._validation_characters)
 
     def _loss(self, batch: Batch, dropout: float) -> Tensor:
         """Mean cross entropy over the labels that are not IGNORED."""
@@ -104,7 +126,8 @@ class Trainer:
         attend = TrainingAttend(rows, length, dropout=dropout, device=self.device)
         inputs, labels = batch.inputs.to(self.device).flatten(), batch.labels.to(self.device).flatten()
         hidden = self.model(inputs, attend.positions, attend)
-        return F.cross_entropy(self.model.logits(hidden), labels, ignore_index=IGNORED)
+        logits = cast("DecoderModel", self.model).logits(hidden)
+        return F.cross_entropy(logits.float(), labels, ignore_index=IGNORED)
 
     def state(self) -> dict[str, Any]:
         """All that `restore` needs, of types that torch.load(weights_only=True) accepts."""
@@ -136,9 +159,29 @@ class Trainer:
             torch.cuda.set_rng_state(state["random_cuda"], self.device)
 
 
-def _adamw(model: Decoder, recipe: Recipe) -> torch.optim.AdamW:
-    """Weight decay pulls on matrices only."""
-    matrices = [p for p in model.parameters() if p.dim() > 1]
-    vectors = [p for p in model.parameters() if p.dim() <= 1]
-    groups = [{"params": matrices, "weight_decay": recipe.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+def _check_fit(vocab_size: int | None, context_length: int | None, data: Dataset, recipe: Recipe) -> None:
+    """A checkpoint's output layer has every token of its tokenizer, and a row fits its context."""
+    if vocab_size is not None and data.vocabulary.size > vocab_size:
+        raise TrainingError(
+            f"the tokenizer has {data.vocabulary.size} tokens, but the model only {vocab_size}; "
+            "they do not belong together"
+        )
+    if context_length is not None and recipe.context_length > context_length:
+        raise TrainingError(
+            f"context_length = {recipe.context_length}: the model reads at most {context_length} tokens"
+        )
+
+
+def _adamw(model: nn.Module, recipe: Recipe) -> torch.optim.AdamW:
+    """Weight decay pulls on matrices only: on a bias or a norm's weight, of which each number stands alone, it would
+    take away what was learnt and regularise nothing.
+
+    "linears" also spares embeddings, of which a step trains the few rows of its own tokens, but decays all.
+    """
+    spared = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    spared = spared if recipe.weight_decay_on == "linears" else set()
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    decayed = [p for p in parameters if p.dim() > 1 and id(p) not in spared]
+    others = [p for p in parameters if p.dim() <= 1 or id(p) in spared]
+    groups = [{"params": decayed, "weight_decay": recipe.weight_decay}, {"params": others, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=(recipe.beta1, recipe.beta2))
