@@ -1,20 +1,18 @@
-"""Reading and writing checkpoint folders: `config.json`, `model.safetensors`, and the tokenizer's files beside them.
+"""Reading and writing checkpoint folders: `config.json`, weights, and the tokenizer's files beside them.
 
-Loading is strict: every tensor of the file is used, none of the model's is missing, every shape fits, every config
-field is understood. Nothing is ever unpickled.
+Loading is strict: every tensor of the file is used, none of the model's is missing, every shape fits, every number is
+finite, every config field is understood. Nothing that a file holds is ever run.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
+import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -22,15 +20,17 @@ from pellucid_model.config import ARCHITECTURE, DecoderConfig
 from pellucid_model.decoder import Decoder
 from pellucid_model.errors import CheckpointError, ConfigError
 from pellucid_model.families import FAMILIES
+from pellucid_model.families.base import Adopted, Family
+from pellucid_model.weight_files import WEIGHTS, load_tensors, read_json, refuse, refuse_non_finite, widest
 
-WEIGHTS = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_WRAPPERS = re.compile(r"((_orig_mod|module)\.)+")
+"""What torch.compile and data parallelism put before the names of tensors."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model in evaluation mode, as stored, on the CPU."""
+    """A model in evaluation mode, as stored, on the CPU; weights that loading computes are float32."""
 
     model: Decoder
     config: DecoderConfig
@@ -46,19 +46,56 @@ def load_checkpoint(folder: str | os.PathLike[str]) -> Checkpoint:
     path = Path(folder)
     if not path.is_dir():
         raise CheckpointError(f"checkpoint {path}: no such folder")
-    values = read_json(path / "config.json")
-    architecture, config, rename = _recognise(path, values)
-    tensors = dict(_renamed(load_tensors(path), rename))
     notices: list[str] = []
+    family, config = read_config(path, notices)
+    stored = {_WRAPPERS.sub("", name): tensor for name, tensor in load_tensors(path).items()}
+    return assemble(path, family, config, stored, notices)
+
+
+def assemble(
+    path: Path, family: Family | None, config: DecoderConfig, stored: dict[str, Tensor], notices: list[str]
+) -> Checkpoint:
+    """A model out of its configuration and all stored tensors by their names. Raises CheckpointError."""
+    model, adopted = match_tensors(path, family, config, stored, notices)
+    refuse_non_finite(path, {name: stored[name] for name in adopted.origin.values()})
+    model.load_state_dict(adopted.tensors, strict=True, assign=True)
+    if config.tied_head:
+        model.head.weight = model.embedding.weight
+    architecture = ARCHITECTURE if family is None else family.model_type
+    return Checkpoint(model.eval(), config, architecture, widest(stored), tuple(notices))
+
+
+def match_tensors(
+    path: Path, family: Family | None, config: DecoderConfig, stored: dict[str, Tensor], notices: list[str]
+) -> tuple[Decoder, Adopted]:
+    """The model without its weights, and the stored tensors as it wants them: all used, none missing, of its shapes.
+
+    Reads no values, so it also answers for tensors on the meta device. Raises CheckpointError.
+    """
+    adopted = _adopted(path, family, stored, config)
     with torch.device("meta"):
         model = Decoder(config)
     if config.tied_head:
-        _settle_tied_head(tensors, notices)
-    dtype = _check_tensors(path, model, tensors)
-    model.load_state_dict(tensors, strict=True, assign=True)
-    if config.tied_head:
-        model.head.weight = model.embedding.weight
-    return Checkpoint(model.eval(), config, architecture, dtype, tuple(notices))
+        _settle_tied_head(adopted, notices)
+    _check_tensors(path, model, stored, adopted, family)
+    return model, adopted
+
+
+def read_config(path: Path, notices: list[str]) -> tuple[Family | None, DecoderConfig]:
+    """Whose folder it is, None where ours, and what the model looks like. Raises CheckpointError or ConfigError."""
+    file = path / "config.json"
+    values = read_json(file)
+    model_type = values.get("model_type")
+    try:
+        if values.get("architecture") == ARCHITECTURE:
+            return None, DecoderConfig.from_json(values)
+        if isinstance(model_type, str) and model_type in FAMILIES:
+            return FAMILIES[model_type], FAMILIES[model_type].config(values, notices)
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error}") from None
+    known = ", ".join([f'"architecture": "{ARCHITECTURE}"', *(f'"model_type": "{name}"' for name in FAMILIES)])
+    given = values.get("architecture") or model_type
+    raise ConfigError(f"{file}: architecture {given!r} is not known; accepted: {known}")
 
 
 def save_checkpoint(folder: str | os.PathLike[str], model: Decoder, dtype: torch.dtype | None = None) -> None:
@@ -80,21 +117,6 @@ def save_checkpoint(folder: str | os.PathLike[str], model: Decoder, dtype: torch
     write_json(path / "config.json", model.config.to_json())
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object, or CheckpointError naming the file."""
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"checkpoint {path.parent}: {path.name} is missing") from None
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise CheckpointError(f"{path} is not valid JSON: {error}") from None
-    if not isinstance(values, dict):
-        raise CheckpointError(f"{path} must hold a JSON object")
-    return values
-
-
 def write_json(path: Path, values: object) -> None:
     """Write a file whole or not at all."""
     partial = path.with_name(f".{path.name}.partial")
@@ -102,90 +124,45 @@ def write_json(path: Path, values: object) -> None:
     os.replace(partial, path)
 
 
-def _recognise(path: Path, values: dict[str, Any]) -> tuple[str, DecoderConfig, Any]:
-    """Whose checkpoint it is -> (architecture, our config, function from their tensor names to ours)."""
+def _adopted(path: Path, family: Family | None, stored: dict[str, Tensor], config: DecoderConfig) -> Adopted:
+    """Stored tensors by our names."""
+    if family is None:
+        return Adopted(dict(stored), {name: name for name in stored})
     try:
-        if values.get("architecture") == ARCHITECTURE:
-            return ARCHITECTURE, DecoderConfig.from_json(values), lambda name: name
-        model_type = values.get("model_type")
-        if model_type in FAMILIES:
-            family = FAMILIES[model_type]
-            return family.model_type, family.config(values), family.our_name
-    except ConfigError as error:
-        raise ConfigError(f"{path / 'config.json'}: {error}") from None
-    known = ", ".join([f'"architecture": "{ARCHITECTURE}"', *(f'"model_type": "{name}"' for name in FAMILIES)])
-    given = values.get("architecture") or values.get("model_type")
-    raise ConfigError(f"{path / 'config.json'}: architecture {given!r} is not known; accepted: {known}")
+        return family.adopt(stored, config)
+    except CheckpointError as error:
+        raise CheckpointError(f"checkpoint {path}: {error}") from None
 
 
-def load_tensors(path: Path) -> dict[str, Tensor]:
-    """All tensors of one file or of the shards that the index names; the two must agree."""
-    if not (path / INDEX).exists():
-        return _read_file(path / WEIGHTS)
-    where = read_json(path / INDEX).get("weight_map")
-    if not isinstance(where, dict) or not all(isinstance(shard, str) for shard in where.values()):
-        raise CheckpointError(f"{path / INDEX}: weight_map must map tensor names to file names")
-    tensors: dict[str, Tensor] = {}
-    for shard in sorted(set(where.values())):
-        if Path(shard).name != shard:
-            raise CheckpointError(f"{path / INDEX}: {shard!r} must be a file name in the same folder")
-        tensors.update(_read_file(path / shard))
-    refuse(f"{path / INDEX} names tensors that no shard holds", set(where) - set(tensors))
-    refuse(f"{path / INDEX} does not name tensors of its shards", set(tensors) - set(where))
-    return tensors
-
-
-def _read_file(path: Path) -> dict[str, Tensor]:
-    try:
-        with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
-    except FileNotFoundError:
-        raise CheckpointError(f"checkpoint {path.parent}: {path.name} is missing") from None
-    except PermissionError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path} is broken or cut short: {error}") from None
-
-
-def _renamed(tensors: dict[str, Tensor], rename: Any) -> Iterable[tuple[str, Tensor]]:
-    for theirs, tensor in tensors.items():
-        ours = rename(theirs)
-        if ours is not None:
-            yield ours, tensor
-
-
-def _settle_tied_head(tensors: dict[str, Tensor], notices: list[str]) -> None:
+def _settle_tied_head(adopted: Adopted, notices: list[str]) -> None:
     """A tied model may or may not store its head; the embedding counts, and a head that differs is announced."""
-    embedding, head = tensors.get("embedding.weight"), tensors.get("head.weight")
+    embedding, head = adopted.tensors.get("embedding.weight"), adopted.tensors.get("head.weight")
     if embedding is None:
         return
     if head is not None and not torch.equal(head, embedding):
         notices.append("head and embedding are tied by config.json, but a different head is stored; it is not used")
-    tensors["head.weight"] = embedding
+    adopted.tensors["head.weight"] = embedding
+    adopted.origin["head.weight"] = adopted.origin["embedding.weight"]
 
 
-def _check_tensors(path: Path, model: Decoder, tensors: dict[str, Tensor]) -> torch.dtype:
-    """Names, shapes and types fit the model -> the widest stored type."""
-    expected = model.state_dict()
-    refuse(f"checkpoint {path}: tensors are missing", set(expected) - set(tensors))
-    refuse(f"checkpoint {path}: tensors that the model does not have", set(tensors) - set(expected))
-    for name, tensor in tensors.items():
-        want, have = list(expected[name].shape), list(tensor.shape)
+def _check_tensors(
+    path: Path, model: Decoder, stored: dict[str, Tensor], adopted: Adopted, family: Family | None
+) -> None:
+    """Names, shapes and types fit the model; what does not is named as the file names it."""
+    expected, origin = model.state_dict(), adopted.origin
+    missing = set(expected) - set(adopted.tensors) - ({"head.weight"} if model.config.tied_head else set())
+    if family is not None:
+        missing = {family.their_name(name, list(stored)) for name in missing}
+    refuse(f"checkpoint {path}: tensors are missing", missing)
+    strange = {origin[name] for name in set(adopted.tensors) - set(expected)}
+    refuse(f"checkpoint {path}: tensors that the model does not have", strange)
+    for name, tensor in adopted.tensors.items():
+        theirs, want, have = origin[name], list(expected[name].shape), list(tensor.shape)
         if want != have:
-            raise CheckpointError(f"checkpoint {path}: {name} has shape {have}, but config.json asks for {want}")
+            whole = list(stored[theirs].shape)
+            made = "" if whole == have else f"{whole}, which makes {name} "
+            raise CheckpointError(
+                f"checkpoint {path}: {theirs} has shape {made}{have}, but config.json asks for {want}"
+            )
         if tensor.dtype not in _DTYPES:
-            raise CheckpointError(f"checkpoint {path}: {name} is stored as {tensor.dtype}; accepted: {_DTYPES}")
-    return widest(tensors)
-
-
-def widest(tensors: dict[str, Tensor]) -> torch.dtype:
-    """The type of most bits among floating-point tensors; float32 where there is none."""
-    dtypes = [tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()]
-    return max(dtypes, key=lambda dtype: torch.finfo(dtype).bits, default=torch.float32)
-
-
-def refuse(what: str, names: set[str]) -> None:
-    """Raise CheckpointError listing the names, where there are any."""
-    if names:
-        listed = ", ".join(sorted(names)[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-        raise CheckpointError(f"{what}: {listed}")
+            raise CheckpointError(f"checkpoint {path}: {theirs} is stored as {tensor.dtype}; accepted: {_DTYPES}")

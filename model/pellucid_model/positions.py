@@ -56,6 +56,52 @@ def rotate(x: Tensor, positions: Tensor, rotary: Rotary) -> Tensor:
     return torch.cat((turned, rest), dim=-1)
 
 
+def llama3_frequencies(frequencies: Tensor, *, factor: float, low: float, high: float, original: int) -> Tensor:
+    """Llama 3.1's scaling of rotary frequencies [dim / 2] -> [dim / 2].
+
+    Pairs that turn fewer than `low` times in the `original` context are slowed down by `factor`, those that turn more
+    than `high` times are kept, and those between are blended in proportion (Grattafiori et al. 2024, arXiv:2407.21783).
+    """
+    turns = original * frequencies / (2 * math.pi)
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    return frequencies * (kept + (1 - kept) / factor)
+
+
+def yarn_frequencies(
+    frequencies: Tensor,
+    base: float,
+    *,
+    factor: float,
+    original: int,
+    fast: float = 32.0,
+    slow: float = 1.0,
+    whole: bool = True,
+) -> Tensor:
+    """YaRN's scaling of rotary frequencies base^(-2i/dim) [dim / 2] -> [dim / 2] (Peng et al. 2023, arXiv:2309.00071).
+
+    Pairs that turn more than `fast` times in the `original` context are kept, those below `slow` times are slowed down
+    by `factor`; between the two pairs where that happens the share falls linearly. whole: rounded outwards to whole
+    pairs, as most implementations do it.
+    """
+    dim = 2 * len(frequencies)
+
+    def pair_that_turns(times: float) -> float:
+        return dim * math.log(original / (times * 2 * math.pi)) / (2 * math.log(base))
+
+    first, last = pair_that_turns(fast), pair_that_turns(slow)
+    if whole:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, dim - 1)
+    width = last - first if last != first else 0.001  # a step where they meet
+    slowed = ((torch.arange(dim // 2, dtype=torch.float64, device="cpu") - first) / width).clamp(0, 1)
+    return frequencies * (1 - slowed + slowed / factor)
+
+
+def yarn_attention_factor(factor: float, mscale: float = 1.0) -> float:
+    """0.1 · mscale · ln(factor) + 1: what YaRN multiplies cos and sin with, so that scores grow with the context."""
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
 def alibi_slopes(heads: int) -> Tensor:
     """Per-head slopes [heads] float32 (Press et al. 2022, arXiv:2108.12409).
 

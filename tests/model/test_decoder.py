@@ -85,10 +85,70 @@ def test_each_switch_changes_the_result() -> None:
         {"mlp_bias": False},
         {"head_bias": True},
         {"tied_head": True},
+        {"position": "rotary", "rotary_frequencies": (1.0, 0.5, 0.3, 0.1, 0.0, 0.7)},
+        {"position": "rotary", "rotary_scale": 1.5},
+        {"position": "rotary", "rotary_layers": (True, False)},
+        {"position": "rotary", "rotary_window_base": 50.0, "windows": (None, 4)},
+        {"position": "rotary", "windows": (None, 4)},
+        {"embedding_dim": 24},
+        {"embedding_norm": True},
+        {"norm_placement": "output"},
+        {"norm_placement": "sandwich"},
+        {"norm_weight": False},
+        {"norm_bias": False},
+        {"final_norm": False},
+        {"norm_placement": "post", "final_norm": True},
+        {"residual": "parallel"},
+        {"residual": "parallel_shared"},
+        {"residual_scale": 0.5},
+        {"query_key_norm": "head"},
+        {"query_key_norm": "per_head"},
+        {"query_key_norm": "all_heads"},
+        {"attention_scale": 0.1},
+        {"logit_scale": 0.5},
+        {"logit_softcap": 3.0},
+        {"activation": "relu2"},
+        {"activation": "reglu"},
     ):
         outputs.append(logits(tiny_config(**({"position": "sinusoidal", "activation": "gelu"} | changes)), tokens))
     for one, other in itertools.combinations(outputs, 2):
         assert not torch.allclose(one, other, atol=1e-6)
+
+
+SWITCHED = (
+    {"norm_placement": "sandwich", "query_key_norm": "head", "norm": "rmsnorm", "logit_softcap": 20.0},
+    {"norm_placement": "output", "query_key_norm": "all_heads", "activation": "reglu", "embedding_dim": 24},
+    {"residual": "parallel", "query_key_norm": "per_head", "embedding_norm": True, "logit_scale": 1.5},
+    {"residual": "parallel_shared", "residual_scale": 0.7, "attention_scale": 0.2, "activation": "relu2"},
+    {"rotary_frequencies": (1.0, 0.5, 0.3, 0.1, 0.0, 0.7), "rotary_scale": 1.2, "norm_bias": False},
+    {"windows": (4, None), "rotary_window_base": 50.0, "rotary_layers": (True, False), "norm_weight": False},
+)
+
+
+@pytest.mark.parametrize("changes", SWITCHED, ids=str)
+def test_every_switch_trains_as_the_reference_says(changes: dict[str, Any]) -> None:
+    """Also: every parameter has a part in the result, and so a gradient."""
+    model = tiny_model(tiny_config(**changes))
+    tokens = tokens_of(model.config, 3 * 17)
+    attend = TrainingAttend(3, 17)
+    fast = model.logits(model(tokens, attend.positions, attend))
+    torch.nn.functional.cross_entropy(fast, tokens).backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.abs().max() > 0 or name.endswith("key.bias"), name  # softmax does not see a shift of keys
+    model.double()
+    with torch.no_grad():
+        exact = model.logits(model(tokens, attend.positions, ReferenceAttend([17] * 3, attend.positions)))
+    assert exact.std() >= 1
+    assert (fast - exact).abs().max() <= 2e-5 * exact.abs().max()
+
+
+def test_layers_with_the_same_angles_share_one_table() -> None:
+    config = tiny_config(layers=4, windows=(4, None, 4, None), rotary_window_base=50.0)
+    blocks: Any = tiny_model(config).blocks
+    rotaries = [block.attention.rotary for block in blocks]
+    assert rotaries[0] is rotaries[2] is not rotaries[1]
+    assert rotaries[1] is rotaries[3]
 
 
 def test_no_token_sees_a_later_one() -> None:

@@ -8,7 +8,15 @@ import pytest
 import torch
 
 from pellucid_model.contract import Rotary
-from pellucid_model.positions import SinusoidalPositions, alibi_slopes, rotate, sinusoidal_table
+from pellucid_model.positions import (
+    SinusoidalPositions,
+    alibi_slopes,
+    llama3_frequencies,
+    rotate,
+    sinusoidal_table,
+    yarn_attention_factor,
+    yarn_frequencies,
+)
 
 
 def test_sinusoidal_table_is_the_formula() -> None:
@@ -70,3 +78,22 @@ def test_rotation_in_float32_keeps_float64_angles() -> None:
 )
 def test_alibi_slopes_for_any_head_count(heads: int, slopes: list[float]) -> None:
     assert alibi_slopes(heads).tolist() == pytest.approx(slopes, rel=1e-6)
+
+
+def test_llama3_keeps_fast_pairs_slows_down_slow_ones_and_blends_between() -> None:
+    turns = torch.tensor([8.0, 4.0, 2.5, 1.0, 0.5], dtype=torch.float64)  # in the original context
+    frequencies = turns * 2 * math.pi / 64
+    scaled = llama3_frequencies(frequencies, factor=8.0, low=1.0, high=4.0, original=64)
+    assert (scaled / frequencies).tolist() == pytest.approx([1.0, 1.0, 0.5 + 0.5 / 8, 1 / 8, 1 / 8])
+
+
+def test_yarn_keeps_fast_pairs_and_slows_down_slow_ones() -> None:
+    frequencies = Rotary.from_base(64, 10000.0).inv_freq
+    share = yarn_frequencies(frequencies, 10000.0, factor=4.0, original=4096) / frequencies
+    turns = 4096 * frequencies / (2 * math.pi)
+    assert torch.equal(share[turns > 40], torch.ones_like(share[turns > 40]))
+    assert share[turns < 0.7].tolist() == pytest.approx([0.25] * int((turns < 0.7).sum()))
+    assert bool((share.diff() <= 0).all())
+    assert 0 < int((turns < 0.7).sum()) < 20
+    assert yarn_attention_factor(4.0) == pytest.approx(1 + 0.1 * math.log(4))
+    assert yarn_attention_factor(0.5) == 1.0

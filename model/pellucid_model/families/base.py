@@ -1,82 +1,137 @@
-"""How a family of checkpoints is declared, and the strict reading of its config."""
+"""How a family of checkpoints is declared: a reading of its config, and rules that make its tensors ours.
+
+In: their config.json and their tensors by name. Out: a DecoderConfig, and tensors by our names. What does not fit is
+refused with one line in their words.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
+from torch import Tensor
+
 from pellucid_model.config import DecoderConfig
-from pellucid_model.errors import ConfigError
+from pellucid_model.errors import CheckpointError
+from pellucid_model.families.reader import ConfigReader
 
-# Keys of a Hugging Face config.json that say nothing about the shape of the model.
-_NEUTRAL = frozenset(
-    {
-        *("_name_or_path", "_from_model_config", "architectures", "model_type", "transformers_version"),
-        *("dtype", "torch_dtype", "initializer_range", "attention_dropout", "pretraining_tp", "use_cache"),
-        *("bos_token_id", "eos_token_id", "pad_token_id", "tokenizer_class", "id2label", "label2id"),
-        *("is_decoder", "is_encoder_decoder", "output_attentions", "output_hidden_states", "return_dict"),
-        *("chunk_size_feed_forward", "problem_type"),
-    }
-)
+Change = Callable[[Tensor, DecoderConfig], Sequence[Tensor]]
+"""What is done to a stored tensor: one or several tensors come out. The common ones are in changes.py."""
 
 
-class ConfigReader:
-    """A config.json whose every key must be asked for: what is left over is refused by name."""
+@dataclass(frozen=True)
+class Rule:
+    """One kind of tensor: what they call it, what becomes of it, and what we call that.
 
-    def __init__(self, values: Mapping[str, Any]) -> None:
-        self._values = {key: value for key, value in values.items() if key not in _NEUTRAL}
+    In names {i} stands for the layer's number and {kind} for `weight` or `bias`. Without a change the tensor is ours as
+    it is; a change makes one tensor for each of our names.
+    """
 
-    def __contains__(self, key: str) -> bool:
-        """Whether the key is there, be it null."""
-        return key in self._values
+    theirs: str
+    ours: str | tuple[str, ...]
+    change: Change | None = None
 
-    def take(self, key: str, *default: Any) -> Any:
-        """The value, removed; the default where the key is absent or null; ConfigError where there is neither."""
-        value = self._values.pop(key, None)
-        if value is None and not default:
-            raise ConfigError(f"config {key} is missing")
-        return default[0] if value is None else value
+    def __post_init__(self) -> None:
+        for ours in self.our_names:
+            strange = set(re.findall(r"\{\w*\}", ours)) - set(re.findall(r"\{\w*\}", self.theirs))
+            if strange:
+                raise ValueError(f"rule {self.theirs}: {ours} has {', '.join(strange)}, which their name has not")
 
-    def expect(self, key: str, *accepted: Any) -> None:
-        """The key is absent or has one of the accepted values."""
-        if key in self._values:
-            value = self._values.pop(key)
-            if value not in accepted:
-                names = ", ".join(repr(one) for one in accepted)
-                raise ConfigError(f"config {key} = {value!r} is not supported for this family: must be {names}")
+    @property
+    def our_names(self) -> tuple[str, ...]:
+        return (self.ours,) if isinstance(self.ours, str) else self.ours
 
-    def done(self) -> None:
-        if self._values:
-            listed = ", ".join(f"{key} = {value!r}" for key, value in sorted(self._values.items()))
-            raise ConfigError(f"config keys that are not understood: {listed}")
+    def match(self, name: str) -> tuple[str, ...] | None:
+        """Our names for one of their tensors; None where the rule is not about it."""
+        found = _pattern(self.theirs).fullmatch(name)
+        return found and tuple(ours.format(**found.groupdict()) for ours in self.our_names)
+
+    def their_name(self, ours: str) -> str | None:
+        """The reverse of `match`: which of their tensors ours comes from."""
+        for pattern in self.our_names:
+            found = _pattern(pattern).fullmatch(ours)
+            if found:
+                return self.theirs.format(**found.groupdict())
+        return None
+
+
+@cache
+def _pattern(name: str) -> re.Pattern[str]:
+    pattern = re.escape(name).replace(r"\{i\}", r"(?P<i>\d+)")
+    return re.compile(pattern.replace(r"\{kind\}", "(?P<kind>weight|bias)"))
+
+
+def amended(rules: Sequence[Rule], *differs: Rule) -> tuple[Rule, ...]:
+    """A relative's rules: `differs` take the place of those about the same tensors, theirs or ours."""
+
+    def tensors(rule: Rule) -> set[str]:
+        """Theirs and ours, whether weight or bias."""
+        return {name.rpartition(".")[0] for name in ("theirs." + rule.theirs, *rule.our_names)}
+
+    replaced = set().union(*map(tensors, differs))
+    return (*differs, *(rule for rule in rules if not replaced & tensors(rule)))
+
+
+@dataclass(frozen=True)
+class Adopted:
+    """Their tensors as ours."""
+
+    tensors: dict[str, Tensor]
+    origin: dict[str, str]
+    """Our name -> the name of the stored tensor that it comes from."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """A family is a model_type, a reading of its config, and a map of tensor names.
-
-    `names` holds (theirs, ours) with {i} for the layer number; `ignored` holds patterns of tensors without meaning.
-    """
+    """A `model_type`, how its config reads, and what its tensors are called."""
 
     model_type: str
     read: Callable[[ConfigReader], DecoderConfig]
-    names: tuple[tuple[str, str], ...]
+    rules: tuple[Rule, ...]
+    prefix: str = ""
+    """What stands before the body's names; checkpoints of the body alone lack it. The rules do without."""
     ignored: tuple[str, ...] = ()
+    """Regular expressions of tensors without meaning: masks and tables that are formulas."""
 
-    def config(self, values: Mapping[str, Any]) -> DecoderConfig:
-        reader = ConfigReader(values)
+    def config(self, values: Mapping[str, Any], notices: list[str] | None = None) -> DecoderConfig:
+        """Read a config.json; what the operator should know is added to `notices`. Raises ConfigError."""
+        reader = ConfigReader(values, [] if notices is None else notices)
         config = self.read(reader)
         reader.done()
         return config
 
-    def our_name(self, theirs: str) -> str | None:
-        """Our name of one of their tensors; None for one to ignore; their own name where it is unknown."""
-        if any(re.fullmatch(pattern, theirs) for pattern in self.ignored):
-            return None
-        for pattern, ours in self.names:
-            match = re.fullmatch(re.escape(pattern).replace(r"\{i\}", r"(\d+)"), theirs)
-            if match:
-                return ours.format(i=match.group(1)) if match.groups() else ours
-        return theirs
+    def adopt(self, tensors: Mapping[str, Tensor], config: DecoderConfig) -> Adopted:
+        """All stored tensors as ours; one that no rule knows keeps its name. Raises CheckpointError."""
+        adopted = Adopted({}, {})
+        for stored, tensor in tensors.items():
+            theirs = stored.removeprefix(self.prefix)
+            if any(re.fullmatch(pattern, theirs) for pattern in self.ignored):
+                continue
+            for ours, part in self._changed(theirs, stored, tensor, config):
+                if ours in adopted.origin:
+                    raise CheckpointError(f"{stored} and {adopted.origin[ours]} are the same tensor of the model")
+                adopted.tensors[ours], adopted.origin[ours] = part, stored
+        return adopted
+
+    def _changed(self, theirs: str, stored: str, tensor: Tensor, config: DecoderConfig) -> Sequence[tuple[str, Tensor]]:
+        for rule in self.rules:
+            names = rule.match(theirs)
+            if names is None:
+                continue
+            if rule.change is None:
+                return [(names[0], tensor)]
+            try:
+                return list(zip(names, rule.change(tensor, config), strict=True))
+            except (RuntimeError, ValueError, IndexError):
+                shape = list(tensor.shape)
+                raise CheckpointError(f"{stored} has shape {shape}, which does not fit config.json") from None
+        return [(stored, tensor)]
+
+    def their_name(self, ours: str, stored: Sequence[str]) -> str:
+        """What they call one of our tensors, prefixed as the stored ones are; ours where no rule leads to it."""
+        names = [theirs for rule in self.rules if (theirs := rule.their_name(ours)) is not None]
+        prefixed = not ours.startswith("head.") and any(name.startswith(self.prefix) for name in stored)
+        return " or ".join(self.prefix * prefixed + theirs for theirs in dict.fromkeys(names)) or ours

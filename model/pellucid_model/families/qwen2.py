@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from pellucid_model.config import DecoderConfig
-from pellucid_model.families.base import ConfigReader, Family
-from pellucid_model.families.llama import LLAMA_NAMES, read_llama
+from pellucid_model.families.base import Family
+from pellucid_model.families.llama import LLAMA_RULES, llama_values, windows_by_layer
+from pellucid_model.families.reader import ConfigReader
+
+
+def read_qwen(config: ConfigReader, **differs: Any) -> DecoderConfig:
+    """Qwen2 and Qwen3: layers from max_window_layers on have the window, where use_sliding_window turns it on."""
+    config.expect("use_mrope", False)
+    values = llama_values(config) | differs
+    first = config.count("max_window_layers", 28, least=0)
+    window = config.optional_count("sliding_window")
+    if not config.flag("use_sliding_window", False):
+        window = None
+    sliding = [layer >= first for layer in range(values["layers"])]
+    return DecoderConfig(**values, **windows_by_layer(config, values["layers"], window, sliding))
 
 
 def _read(config: ConfigReader) -> DecoderConfig:
-    config.expect("use_sliding_window", False)
-    # Without use_sliding_window these say nothing.
-    config.take("sliding_window", None)
-    config.take("max_window_layers", None)
-    config.take("layer_types", None)
-    return read_llama(config, attention_bias=True, attention_output_bias=False)
+    return read_qwen(config, attention_bias=True, attention_output_bias=False)
 
 
-QWEN2 = Family(model_type="qwen2", read=_read, names=LLAMA_NAMES)
+FAMILY = Family("qwen2", _read, LLAMA_RULES, prefix="model.")
