@@ -12,25 +12,30 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pellucid_model.checkpoint_kind import companions, is_saved_weights
+from pellucid_model.errors import CheckpointError
+from pellucid_model.gguf import is_gguf, read_header
+from pellucid_model.tokenizers import TokenizerError
+from pellucid_model.tokenizers.from_gguf import gguf_end_ids, gguf_tokenizer_notice
 from pellucid_server.errors import StartError
-from pellucid_server.options import Option
-from pellucid_server.settings import MIN_P, TEMPERATURE, TOP_K, TOP_P, Settings
+from pellucid_server.ranges import SAMPLING
+from pellucid_server.settings import Settings
 
 BUNDLED_NAME = "demo"
-_WANTED = "name a folder with config.json and model.safetensors"
+_WANTED = "name a folder with config.json and model.safetensors, or a file: .gguf, .pt, .pth, .bin, .ckpt, .safetensors"
 
-_OPTIONS: dict[str, Option] = {"temperature": TEMPERATURE, "top_k": TOP_K, "top_p": TOP_P, "min_p": MIN_P}
 # Fields that would change the output, with the values under which they do nothing.
 _NOT_APPLIED: dict[str, tuple[object, ...]] = {
-    "repetition_penalty": (1.0,),
-    "presence_penalty": (0.0,),
-    "frequency_penalty": (0.0,),
-    "typical_p": (1.0,),
     "num_beams": (1,),
     "no_repeat_ngram_size": (0,),
-    "bad_words_ids": (),
+    "encoder_repetition_penalty": (1.0,),
+    "bad_words_ids": ([],),
     "suppress_tokens": ([],),
+    "begin_suppress_tokens": ([],),
+    "forced_bos_token_id": (),
     "forced_eos_token_id": (),
+    "epsilon_cutoff": (0.0,),
+    "eta_cutoff": (0.0,),
     "min_new_tokens": (0,),
 }
 
@@ -43,6 +48,10 @@ class SamplingDefaults:
     top_k: int | None = None
     top_p: float | None = None
     min_p: float | None = None
+    typical_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
 
 
 @dataclass(frozen=True)
@@ -56,17 +65,23 @@ class CheckpointInfo:
     sampling: SamplingDefaults
     notices: tuple[str, ...] = ()
 
+    @property
+    def files(self) -> Path:
+        """Where its tokenizer and templates are."""
+        return companions(self.folder)
+
 
 def read_checkpoint_info(settings: Settings) -> CheckpointInfo:
-    """Reads the folder that the settings name. Raises StartError where it, or a JSON file in it, is not usable."""
+    """Reads the folder or GGUF file that the settings name. Raises StartError where it is not usable."""
     folder = checkpoint_folder(settings.checkpoint)
-    config = _read_json(folder / "config.json")
-    generation = _read_json(folder / "generation_config.json") if (folder / "generation_config.json").exists() else {}
-    eos_ids = set(_eos_ids(folder / "config.json", config))
-    eos_ids.update(_eos_ids(folder / "generation_config.json", generation))
+    if is_gguf(folder):
+        return _read_gguf_info(folder, settings)
+    config_file, generation_file = (companions(folder) / name for name in ("config.json", "generation_config.json"))
+    config, generation = (_read_json(file) if file.exists() else {} for file in (config_file, generation_file))
+    eos_ids = {*_eos_ids(config_file, config), *_eos_ids(generation_file, generation)}
     return CheckpointInfo(
         folder=folder,
-        name=settings.model_name or (folder.resolve().name if settings.checkpoint else BUNDLED_NAME),
+        name=settings.model_name or (_name(folder) if settings.checkpoint else BUNDLED_NAME),
         eos_ids=tuple(sorted(eos_ids)),
         sampling=_sampling_defaults(generation),
         notices=tuple(
@@ -77,8 +92,30 @@ def read_checkpoint_info(settings: Settings) -> CheckpointInfo:
     )
 
 
+def _name(checkpoint: Path) -> str:
+    return checkpoint.stem if is_saved_weights(checkpoint) else checkpoint.resolve().name
+
+
+def _read_gguf_info(path: Path, settings: Settings) -> CheckpointInfo:
+    try:
+        metadata = read_header(path).metadata
+        notice = gguf_tokenizer_notice(metadata)
+        eos_ids = gguf_end_ids(metadata)
+    except CheckpointError as error:
+        raise StartError(str(error)) from None
+    except TokenizerError as error:
+        raise StartError(f"{path}: {error}") from None
+    return CheckpointInfo(
+        folder=path,
+        name=settings.model_name or path.stem,
+        eos_ids=eos_ids,
+        sampling=SamplingDefaults(),
+        notices=() if notice is None else (notice,),
+    )
+
+
 def checkpoint_folder(given: str | None) -> Path:
-    """The folder to serve; None: the one bundled with the model package, found without importing anything."""
+    """The folder or file to serve; None: the one bundled with the model package, found without importing anything."""
     if given is None:
         spec = importlib.util.find_spec("pellucid_model")
         folder = Path(spec.origin).parent / "demo" if spec is not None and spec.origin else Path("demo")
@@ -86,13 +123,15 @@ def checkpoint_folder(given: str | None) -> Path:
             raise StartError("the bundled checkpoint is missing from this installation; name a checkpoint folder")
         return folder
     folder = Path(given).expanduser()
+    if is_gguf(folder) or (is_saved_weights(folder) and folder.is_file()):
+        return folder
     if not folder.is_dir():
         what = "is not a folder" if folder.exists() else "does not exist"
-        raise StartError(f"checkpoint {folder} {what}; name a folder with config.json and model.safetensors")
+        raise StartError(f"checkpoint {folder} {what}; {_WANTED}")
     if not (folder / "config.json").is_file():
-        raise StartError(
-            f"checkpoint {folder} has no config.json; name a folder with config.json and model.safetensors"
-        )
+        inside = sorted(file.name for file in folder.glob("*.gguf"))
+        hint = f"name the file {folder / inside[0]}" if inside else _WANTED
+        raise StartError(f"checkpoint {folder} has no config.json; {hint}")
     return folder
 
 
@@ -117,7 +156,7 @@ def _eos_ids(path: Path, config: dict[str, Any]) -> list[int]:
 
 def _sampling_defaults(generation: dict[str, Any]) -> SamplingDefaults:
     values: dict[str, Any] = {}
-    for key, option in _OPTIONS.items():
+    for key, option in SAMPLING.items():
         if generation.get(key) is None:
             continue
         try:

@@ -6,7 +6,7 @@ numpy, because the server's frontend uses it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 
@@ -57,6 +57,11 @@ class Tokenizer(Protocol):
         ...
 
     @property
+    def special_tokens(self) -> Mapping[str, int]:
+        """Their ids by the spellings under which `encode` reads them."""
+        ...
+
+    @property
     def sha256(self) -> str:
         """Hexadecimal digest of tokenizer.json."""
         ...
@@ -69,6 +74,14 @@ class Tokenizer(Protocol):
         parse_special_tokens  a special token spelled in the text becomes that token; otherwise it is plain text
 
         Raises InvalidTextError and UnknownCharacterError.
+        """
+        ...
+
+    def encode_pieces(self, pieces: Iterable[tuple[str, bool]]) -> list[int]:
+        """Token ids of one text in pieces, each with whether special tokens spelled in it become those tokens.
+
+        Where a piece ends makes no other difference; a spelling that two pieces make together is plain text. Nothing is
+        added. Raises as `encode` does.
         """
         ...
 

@@ -10,9 +10,9 @@ text is plain text even where the model's own vocabulary lists it (as Unigram's 
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import json
+import re
 import secrets
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -22,6 +22,7 @@ import tokenizers
 
 from pellucid_model.tokenizers.base import TokenizerError, check_text, join_bytes
 from pellucid_model.tokenizers.decoders import read_rule
+from pellucid_model.tokenizers.files import added_token, named_token, read_tokenizer_config
 
 
 class HuggingFaceTokenizer:
@@ -33,15 +34,19 @@ class HuggingFaceTokenizer:
     def __init__(self, raw: bytes, config: Mapping[str, Any]) -> None:
         data = json.loads(raw)
         self._rule = read_rule(data.get("decoder"))
-        bos, eos = _named_token(config, "bos_token"), _named_token(config, "eos_token")
+        bos, eos = named_token(config, "bos_token"), named_token(config, "eos_token")
         specials = _flag_special_tokens(data, config, [token for token in (bos, eos) if token is not None])
         self._parsing = _instance(data)
-        self._plain = _instance(_with_secret_spellings(data, specials))
+        self._secret = {content: f"\uffff{secrets.token_hex(16)}" for content in (*specials, *_unknown_token(data))}
+        self._plain = _instance(_with_secret_spellings(data, self._secret))
+        # Longest first, as the library reads them.
+        self._spelled = re.compile("|".join(map(re.escape, sorted(specials, key=len, reverse=True))) or "(?!)")
 
         vocabulary = self._parsing.get_vocab(with_added_tokens=True)
         self.sha256: str = hashlib.sha256(raw).hexdigest()
         self.vocab_size: int = max(vocabulary.values(), default=-1) + 1
-        self.special_ids: frozenset[int] = frozenset(vocabulary[token] for token in specials)
+        self.special_tokens: Mapping[str, int] = {token: vocabulary[token] for token in specials}
+        self.special_ids: frozenset[int] = frozenset(self.special_tokens.values())
         self._bytes = self._token_table(vocabulary)
 
         prefix, suffix = self._added_by_template()
@@ -53,8 +58,8 @@ class HuggingFaceTokenizer:
     @classmethod
     def from_folder(cls, folder: Path) -> HuggingFaceTokenizer:
         """Read the folder's two files. Raises TokenizerError, naming the file."""
-        path, config_path = folder / "tokenizer.json", folder / "tokenizer_config.json"
-        config = _read_config(config_path) if config_path.exists() else {}
+        path = folder / "tokenizer.json"
+        config = read_tokenizer_config(folder)
         try:
             return cls(path.read_bytes(), config)
         except TokenizerError as error:
@@ -72,6 +77,14 @@ class HuggingFaceTokenizer:
         if prefix and prefix[-1] == self.bos_id and ids[:1] == [self.bos_id]:
             prefix = prefix[:-1]
         return [*prefix, *ids, *self._suffix]
+
+    def encode_pieces(self, pieces: Iterable[tuple[str, bool]]) -> list[int]:
+        """See Tokenizer.encode_pieces. One pass over the whole text, in which only the parsed ones are secret."""
+        text = "".join(self._spelled.sub(self._in_secret, text) if parse else text for text, parse in pieces)
+        return self.encode(text, add_special_tokens=False)
+
+    def _in_secret(self, spelled: re.Match[str]) -> str:
+        return self._secret[spelled[0]]
 
     def token_bytes(self, token_id: int) -> bytes:
         """See Tokenizer.token_bytes."""
@@ -107,27 +120,6 @@ class HuggingFaceTokenizer:
         raise TokenizerError("post_processor changes the tokens of the text itself")
 
 
-def _read_config(path: Path) -> dict[str, Any]:
-    try:
-        config = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise TokenizerError(f"{path}: not valid JSON: {error}") from None
-    if not isinstance(config, dict):
-        raise TokenizerError(f"{path}: must hold a JSON object")
-    return config
-
-
-def _named_token(config: Mapping[str, Any], key: str) -> str | None:
-    """A token that tokenizer_config.json names, as a string or as an object with "content"."""
-    match config.get(key):
-        case None:
-            return None
-        case str(content) | {"content": str(content)}:
-            return content
-        case other:
-            raise TokenizerError(f"tokenizer_config.json: {key} is {other!r}; it must be a string")
-
-
 def _flag_special_tokens(data: dict[str, Any], config: Mapping[str, Any], named: list[str]) -> list[str]:
     """Mark in `data` every token that either file calls special; returns their spellings."""
     added: list[dict[str, Any]] = data.setdefault("added_tokens", [])
@@ -145,14 +137,9 @@ def _flag_special_tokens(data: dict[str, Any], config: Mapping[str, Any], named:
         token_id = vocabulary.get(content)
         if token_id is None:
             raise TokenizerError(f"tokenizer_config.json names the token {content!r}, which is not in the vocabulary")
-        known[content] = _special_entry(token_id, content)
+        known[content] = added_token(token_id, content, special=True)
         added.append(known[content])
     return [entry["content"] for entry in added if entry["special"]]
-
-
-def _special_entry(token_id: int, content: str) -> dict[str, Any]:
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    return {"id": token_id, "content": content, **flags}
 
 
 def _vocabulary_of(data: Mapping[str, Any]) -> dict[str, int]:
@@ -163,13 +150,10 @@ def _vocabulary_of(data: Mapping[str, Any]) -> dict[str, int]:
     return {piece: index for index, (piece, _) in enumerate(vocabulary)}
 
 
-def _with_secret_spellings(data: Mapping[str, Any], specials: list[str]) -> dict[str, Any]:
+def _with_secret_spellings(data: Mapping[str, Any], secret: Mapping[str, str]) -> dict[str, Any]:
     """A copy in which the special tokens keep their ids but cannot be spelled by any text."""
-    hidden = copy.deepcopy(dict(data))
-    secret = {content: f"\uffff{secrets.token_hex(16)}" for content in (*specials, *_unknown_token(data))}
-    for entry in hidden["added_tokens"]:
-        entry["content"] = secret.get(entry["content"], entry["content"])
-    model = hidden["model"]
+    added = [{**entry, "content": secret.get(entry["content"], entry["content"])} for entry in data["added_tokens"]]
+    model = dict(data["model"])
     if isinstance(model["vocab"], dict):
         model["vocab"] = {secret.get(token, token): token_id for token, token_id in model["vocab"].items()}
     else:
@@ -178,7 +162,7 @@ def _with_secret_spellings(data: Mapping[str, Any], specials: list[str]) -> dict
         model["unk_token"] = secret[model["unk_token"]]
     if "merges" in model:
         model["merges"] = [merge for merge in model["merges"] if not _touches(merge, secret)]
-    return hidden
+    return {**data, "added_tokens": added, "model": model}
 
 
 def _unknown_token(data: Mapping[str, Any]) -> list[str]:

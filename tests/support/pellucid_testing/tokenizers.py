@@ -10,6 +10,21 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 SAMPLE = ["The capital of France is Paris.", "今天天气不错，适合出门。", "a    b\n\n  c ", "hello hello 你好 🙂🔥 é ü"]
+HARD_TEXTS = [
+    *(
+        "3333+777",
+        "“Hello,” 世界世世——I'm",
+        "a  b\t\n",
+        "龜🫠é",
+        "cafe\u0301 n\u0303",
+        "  two",
+        "end  ",
+        "\r\n\n x",
+        "",
+    ),
+    *("I'LL we've DON'T", "x=1;  y[2]\t{3}", "１２３ ²½", "\u0000\U0010ffff", "Привет, мир! שלום مرحبا", "<0x41>▁"),
+]
+"""Where tokenizers that are nearly the same differ: digits, quotes, spaces, capitals, scripts, combining marks."""
 
 
 def write(tokenizer: Tokenizer, folder: Path, config: Mapping[str, Any]) -> Path:
