@@ -10,13 +10,20 @@ import math
 import torch
 from torch import Tensor
 
-from pellucid_model.attention import ReferenceAttend, attention_bias, dense_scores, per_query_head
-from pellucid_model.contract import Rotary
-from pellucid_model.decoder import Decoder
-from pellucid_model.positions import rotate
+from pellucid_model.attention import (
+    ReferenceAttend,
+    SharedKeys,
+    attention_bias,
+    dense_scores,
+    keys_and_values,
+    per_query_head,
+    rotated,
+)
+from pellucid_model.contract import Attend, AttentionOptions, DecoderModel, Rotary
+from pellucid_model.gathered import Gathered, Rolling, Rows, gather
 
 
-class RollingAttend:
+class RollingAttend(Attend):
     """Textbook attention of one whole sequence under a rolling window with sinks.
 
     Row t < sinks + window is plain causal attention. A later row sees keys 0 … sinks-1 and t-window+1 … t; it looks at
@@ -26,44 +33,56 @@ class RollingAttend:
 
     def __init__(self, sinks: int, window: int) -> None:
         self.sinks, self.window = sinks, window
+        self._shared = SharedKeys()
 
-    def __call__(
+    def attend(
         self,
         layer: int,
         q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        scale: float | None = None,
-        rotary: Rotary | None = None,
-        alibi_slopes: Tensor | None = None,
-        window: int | None = None,
-        softcap: float | None = None,
+        k: Tensor | None,
+        v: Tensor | None,
+        options: AttentionOptions,
+        kv_from: int | None,
     ) -> Tensor:
         t = torch.arange(len(q))
+        k, v = keys_and_values(self._shared, layer, k, v, t, options.rotary, kv_from)
         from_sinks = t.clamp(max=self.sinks + self.window - 1)
-        sinks = self.sinks if window is None else 0
-        width = self.window if window is None else min(window, self.window)
+        sinks = self.sinks if options.window is None else 0
+        width = self.window if options.window is None else min(options.window, self.window)
         behind = t[:, None] - t[None, :] >= width  # [query, key]: the window has moved past the key
+        unbounded = options._replace(window=None)
 
         def scores(query_positions: Tensor) -> Tensor:
-            turned = (q, k) if rotary is None else (rotate(q, query_positions, rotary), rotate(k, t, rotary))
-            bias = attention_bias(query_positions, alibi_slopes, None, q.dtype, key_positions=t)
-            return dense_scores(*turned, scale, softcap) + bias
+            query = rotated(q, query_positions, options.rotary)
+            bias = attention_bias(query_positions, unbounded, q.dtype, key_positions=t)
+            return dense_scores(query, k, options) + bias
 
         merged = torch.where(behind & (t < sinks), scores(from_sinks), scores(t))
         merged = merged.masked_fill(behind & (t >= sinks), -math.inf)
         return torch.einsum("hqk,khd->qhd", torch.softmax(merged, dim=-1), per_query_head(v, q.shape[1]))
 
+    def gathered(
+        self, layer: int, k: Tensor, v: Tensor, *, rotary: Rotary | None = None, window: int | None = None
+    ) -> Gathered:
+        t = torch.arange(len(k))
+        k, v = keys_and_values(self._shared, layer, k, v, t, rotary, None)
+        rolling = Rolling(
+            torch.tensor([self.window]), torch.tensor([self.sinks]), t.clamp(max=self.sinks + self.window - 1)
+        )
+        rows = Rows.of(t, torch.zeros_like(t), 1)
+        return gather(k[None], v[None], t[None], rows, rotary=rotary, window=window, rolling=rolling)
 
-def rolling_logits(model: Decoder, tokens: list[int], sinks: int, window: int) -> Tensor:
+
+def rolling_logits(model: DecoderModel, tokens: list[int], sinks: int, window: int) -> Tensor:
     """Logits [n, V] at every token of a sequence of any length under a rolling window."""
     positions = torch.arange(len(tokens))
     with torch.no_grad():
         return model.logits(model.forward(torch.tensor(tokens), positions, RollingAttend(sinks, window)))
 
 
-def reencoded_logits(model: Decoder, tokens: list[int], sinks: int, window: int, hop: int, first: int = 0) -> Tensor:
+def reencoded_logits(
+    model: DecoderModel, tokens: list[int], sinks: int, window: int, hop: int, first: int = 0
+) -> Tensor:
     """Logits [n - first, V] at tokens `first`, … of a sequence of any length, each from its own view of the past.
 
     Token t's view is the sinks and what follows the origin, at positions 0, 1, 2, …; sinks = 0, hop = 1 is "crop to

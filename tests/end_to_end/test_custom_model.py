@@ -15,8 +15,9 @@ from safetensors.torch import load_file, save_file
 from pellucid_client import AsyncClient, Client, Completion, InvalidRequest
 from pellucid_model.attention import ReferenceAttend
 from pellucid_server.kv.window import ContextWindow
-from pellucid_testing.checkpoints import CHARACTERS
+from pellucid_testing.checkpoints import CHARACTERS, tiny_checkpoint, tiny_config
 from pellucid_testing.custom_model import EXAMPLE, custom_checkpoint, custom_model
+from pellucid_testing.own_modules import EXAMPLES
 from pellucid_testing.server import serve
 from pellucid_testing.stepping import Stepper, submission
 
@@ -44,6 +45,19 @@ def test_served_logits_are_the_modules_own(tmp_path: Path) -> None:
             offset = window.offset(t)
             want = reference(tokens[: window.sinks] + tokens[window.sinks + offset : t + 1])
             assert (stepper.logits[1][made] - want).abs().max() <= 2e-5 * want.abs().max()
+
+
+def test_the_built_in_decoder_s_twin_gives_the_same_bits(tmp_path: Path) -> None:
+    """So loadtest/own_module.py compares two ways to the same result."""
+    config = tiny_config(norm="rmsnorm", activation="swiglu", attention_bias=False, mlp_bias=False, tied_head=True)
+    folder = tiny_checkpoint(tmp_path, config)
+    rows = []
+    for module in ("", f"{EXAMPLES / 'custom_model' / 'llama.py'}:Llama"):
+        stepper = Stepper.of(folder, module=module, dtype="bfloat16")
+        stepper.run(submission(1, [5, 6, 7, 8, 9], 30, context=ContextWindow("roll", 2, 20)))
+        rows.append(torch.stack(stepper.logits[1]))
+    assert torch.equal(*rows)
+    assert len((EXAMPLES / "custom_model" / "llama.py").read_text().splitlines()) < 100
 
 
 async def test_sixteen_streams_equal_their_lone_runs(tmp_path: Path) -> None:
