@@ -14,11 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from pellucid_server.engine.messages import (
     LENGTH,
     Abort,
+    Constraint,
     FromEngine,
+    LogprobWish,
     Ready,
     StartFailed,
     StepDone,
@@ -104,13 +107,69 @@ def test_a_life_from_ready_to_the_end_of_its_frontend(checkpoint: Path) -> None:
         assert max(step.stats.step_sequences for step in steps) > 1
         last = steps[-1].stats
         assert (last.running, last.waiting, last.used_blocks) == (0, 0, 0)
-        assert last.generated_tokens_total == sum(len(made) for made in tokens.values())
+        one.send(*(structs.replace(request, key=10 + request.key) for request in requests))
+        again, steps = one.collect({10 + request.key for request in requests})
+        assert again == {10 + key: made for key, made in tokens.items()}
+        stats, (most,) = steps[-1].stats, {p.cached_tokens for s in steps for p in s.progress if p.key == 15}
+        assert stats.used_blocks + stats.cached_blocks + stats.free_blocks == ready.kv_block_count
+        assert stats.prefix_hit_tokens_total >= most == 8
+        assert stats.prefix_queried_tokens_total == 2 * sum(len(request.prompt) for request in requests)
         # Terminals send interrupts to the whole group; only the end of the frontend ends the engine.
         one.process.send_signal(signal.SIGINT)
         one.send(submission(9, [5], 3))
         assert len(one.collect({9})[0][9]) == 3
         one.connection.close()
         assert one.process.wait(timeout=20) == 0
+
+
+def test_several_sequences_with_log_probabilities(checkpoint: Path) -> None:
+    prompt, wish = list(range(4, 24)), LogprobWish(top_count=2)
+    one = submission(1, prompt, 6, group=1, prompt_logprobs=wish, output_logprobs=wish)
+    sampling = structs.replace(one.sampling, temperature=1.5, seed=5)
+    with engine(checkpoint) as process:
+        assert isinstance(process.receive(), Ready)
+        requests = [
+            structs.replace(
+                one, key=key, sampling=sampling, sequence_index=key, prompt_logprobs=wish if key == 1 else None
+            )
+            for key in (1, 2, 3)
+        ]
+        process.send(*requests)
+        tokens, steps = process.collect({1, 2, 3})
+        progress = [entry for step in steps for entry in step.progress]
+        for key, made in tokens.items():
+            assert [p.logprob.token_id for p in progress if p.key == key and p.logprob] == made
+            assert len(made) == 6
+        assert len({tuple(made) for made in tokens.values()}) == 3, "sequences draw differently"
+        assert steps[-1].stats.prefill_tokens_total < 2 * len(prompt), "the prompt is computed once"
+        (scores,) = (entry.prompt_logprobs for entry in progress if entry.prompt_logprobs)
+        assert [score.token_id for score in scores] == prompt
+        assert scores[0].logprob is None
+        assert all(score.logprob is not None and len(score.alternatives) >= 2 for score in scores[1:])
+        process.send(structs.replace(requests[0], key=9))
+        _, steps = process.collect({9})
+        (again,) = (entry.prompt_logprobs for step in steps for entry in step.progress if entry.prompt_logprobs)
+        assert again == scores, "the same with a warm cache"
+
+
+def test_constraints_are_prepared_beside_the_steps(checkpoint: Path) -> None:
+    """Of requests with constraints, one has a fault, one is aborted while it is prepared, and others run meanwhile."""
+    plain = submission(1, [5, 6], 40)
+    word = structs.replace(submission(2, [5, 6], 40), constraint=Constraint("regex", "[a-z]{5,9}\\."))
+    stepper = Stepper.of(checkpoint).run(plain, word)
+    with engine(checkpoint) as one:
+        assert isinstance(one.receive(), Ready)
+        faulty = structs.replace(word, key=3, constraint=Constraint("regex", "("))
+        one.send(plain, word, faulty, structs.replace(word, key=4), Abort(4))
+        tokens, steps = one.collect({1, 2, 3})
+        assert tokens == stepper.tokens | {3: []}
+        ends = {p.key: p.finished.kind for step in steps for p in step.progress if p.finished}
+        assert ends == {**stepper.ends, 3: "no_token"}
+        assert not any(p.key == 4 for step in steps for p in step.progress)
+        # With nothing else to do, the engine waits for the constraint.
+        again = structs.replace(word, key=5, constraint=Constraint("regex", "[a-z]{3}"))
+        one.send(again)
+        assert len(one.collect({5})[0][5]) == 3
 
 
 def test_abort_takes_effect_within_a_step_in_every_state(checkpoint: Path) -> None:
@@ -162,7 +221,7 @@ def test_deadlines_and_time_limits(checkpoint: Path) -> None:
         ({"max_context": 5000}, "--max-context 5000: the model was trained with 4096 tokens"),
         ({"kv_cache_memory": 1000}, "the KV cache needs 3KiB for one block of 8 tokens, but has 1000B"),
         ({"kv_cache_memory": 1 << 60}, "--kv-cache-memory"),
-        ({"tokenizer_size": 1000}, "tokenizer.json has 1000 tokens"),
+        ({"tokenizer_size": 1000}, "its tokenizer has 1000 tokens"),
         ({"max_step_tokens": 4}, "max_step_tokens = 4 must be at least max_running = 8"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 
 from pellucid_server.engine.messages import Sampling
 from pellucid_testing.checkpoints import tiny_checkpoint, tiny_config, tiny_model
-from pellucid_testing.stepping import Stepper, reference_logits, submission
+from pellucid_testing.stepping import Stepper, poison, reference_logits, submission
 
 SHAPES = list(
     itertools.product(("sinusoidal", "learned", "rotary", "alibi", "none"), ("pre", "post"), (6, 2, 1))
@@ -57,7 +58,7 @@ def test_chunked_prefill_and_paged_decode_equal_the_float64_reference(
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
 def stepper(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Stepper:
     folder = tiny_checkpoint(tmp_path_factory.mktemp("rotary"), tiny_config(norm="rmsnorm", activation="swiglu"))
-    return Stepper.of(folder, dtype=request.param, max_step_tokens=48)
+    return Stepper.of(folder, dtype=request.param, max_step_tokens=48, kv_cache_memory=2**21)
 
 
 def lone(stepper: Stepper, request: Any) -> tuple[list[int], torch.Tensor]:
@@ -81,7 +82,7 @@ def crowd() -> list[Any]:
     [{}, {"max_step_tokens": 9}, {"gap": 3}, {"gap": 2, "max_step_tokens": 17}, {"blocks": 17}],
     ids=lambda how: "+".join(how) or "all at once",
 )
-def test_crowd_is_bit_equal_to_lone_runs(stepper: Stepper, how: dict[str, int]) -> None:
+def test_crowd_is_bit_equal_to_lone_runs(stepper: Stepper, how: dict[str, Any]) -> None:
     requests = crowd()
     stepper.run(*requests, **how)
     tokens, logits, sizes = stepper.tokens, stepper.logits, stepper.batch_sizes
@@ -92,6 +93,25 @@ def test_crowd_is_bit_equal_to_lone_runs(stepper: Stepper, how: dict[str, int]) 
         alone_tokens, alone_logits = lone(stepper, request)
         assert tokens[request.key] == alone_tokens
         assert torch.equal(torch.stack(logits[request.key]), alone_logits)
+
+
+def test_64_at_once_are_bit_equal_to_lone_runs(stepper: Stepper) -> None:
+    """Beside 63 others, some with the same beginning: in one batch, in a small pool, with a small budget."""
+    vocab, requests = tiny_config().vocab_size, []
+    for key in range(64):
+        prompt = prompt_of(10 * (key % 3), vocab) + prompt_of(1 + key % 23, vocab, seed=key)
+        sampling = Sampling(temperature=0.4 * (key % 4), top_k=0, top_p=1.0, min_p=0.0, seed=key)
+        requests.append(submission(key, prompt, 8 + key % 5, sampling=sampling, priority=key % 2))
+    alone = {request.key: lone(stepper, request) for request in requests}
+    crowd = replace(stepper, max_running=64, max_step_tokens=64)
+    ways: list[dict[str, Any]] = [{"max_step_tokens": 2048}, {}, {"blocks": 150}]
+    for how in ways:
+        crowd.run(*requests, **how)
+        assert max(crowd.batch_sizes) >= 32
+        assert ("blocks" in how) == (crowd.preemptions > 0)
+        for key, (tokens, logits) in alone.items():
+            assert crowd.tokens[key] == tokens
+            assert torch.equal(torch.stack(crowd.logits[key]), logits)
 
 
 def test_recomputing_output_as_a_prompt_gives_the_same_bits(stepper: Stepper) -> None:
@@ -131,12 +151,8 @@ def test_non_finite_logits_end_one_sequence_alone(tmp_path: Path) -> None:
     folder = tiny_checkpoint(tmp_path, config)
     good = submission(1, [5, 6, 7], 10)
     want = lone(Stepper.of(folder), good)
-    from safetensors.torch import load_file, save_file
-
-    tensors = load_file(folder / "model.safetensors")
-    tensors["embedding.weight"][9] = float("nan")
-    save_file(tensors, folder / "model.safetensors")
     stepper = Stepper.of(folder)
+    poison(stepper, 9)
     stepper.run(submission(2, [5, 9, 7], 10), good)
     assert stepper.ends == {1: "max_new_tokens", 2: "non_finite"}
     assert stepper.tokens == {1: want[0]}

@@ -5,80 +5,15 @@ A step is "run" by sampling from the sequence's own numbers, so that its output 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pellucid_server.engine.messages import Progress, Sampling, Submit
-from pellucid_server.engine.scheduler import Scheduler, Step
+from pellucid_server.engine.messages import Progress
+from pellucid_server.engine.scheduler import Scheduler
+from pellucid_server.engine.sequence import AGEING_SECONDS, Sampled
 from pellucid_server.kv.blocks import BlockPool
-
-GREEDY = Sampling(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
-EOS, STOP = 7, 8
-
-
-def submit(key: int, prompt: int, new: int, **extra: object) -> Submit:
-    values: dict[str, object] = {"min_new_tokens": 0, "eos_ids": [EOS], "stop_ids": [STOP], "max_length": 10_000}
-    values |= extra
-    return Submit(key=key, prompt=[100 + key] * prompt, sampling=GREEDY, max_new_tokens=new, **values)  # type: ignore[arg-type]
-
-
-def next_token(key: int, output_count: int) -> int:
-    """The token that a "model" gives to a sequence, a function of the sequence alone; ends some of them early."""
-    value = (key * 7919 + output_count * 104729) % 97
-    return EOS if value == 3 else STOP if value == 5 else 1000 + value
-
-
-@dataclass
-class Run:
-    """Drives a scheduler and checks every step."""
-
-    scheduler: Scheduler
-    outputs: dict[int, list[int]] = field(default_factory=dict)
-    ends: dict[int, list[str]] = field(default_factory=dict)
-    steps: int = 0
-
-    def book(self, progress: list[Progress]) -> None:
-        for one in progress:
-            if one.token is not None:
-                self.outputs.setdefault(one.key, []).append(one.token)
-            if one.finished is not None:
-                self.ends.setdefault(one.key, []).append(one.finished.kind)
-
-    def step(self, now: float = 0.0) -> Step:
-        scheduler = self.scheduler
-        step = scheduler.schedule(now)
-        self.steps += 1
-        assert step.tokens <= scheduler.max_step_tokens
-        assert len(scheduler.running) <= scheduler.max_running
-        arrivals = [sequence.arrival for sequence in scheduler.running + scheduler.waiting[::-1]]
-        assert arrivals == sorted(arrivals), "whatever runs is older than whatever waits"
-        for chunk in step.chunks:
-            held = len(chunk.sequence.blocks) * scheduler.pool.block_size
-            assert chunk.start == chunk.sequence.computed
-            assert chunk.start + chunk.count <= min(held, len(chunk.sequence.tokens))
-        if not step.chunks:
-            assert scheduler.idle or step.expired
-        sampled = [next_token(c.sequence.request.key, c.sequence.output_count) for c in step.chunks if c.samples]
-        self.book(step.expired + scheduler.complete(step, sampled))
-        scheduler.check_integrity()
-        return step
-
-    def drain(self, limit: int = 20_000) -> None:
-        while not self.scheduler.idle:
-            self.step()
-            assert self.steps < limit, "something waits for ever"
-        assert self.scheduler.pool.free == self.scheduler.pool.count
-
-
-def run_all(requests: list[Submit], *, blocks: int, block_size: int, max_running: int, budget: int) -> Run:
-    run = Run(Scheduler(BlockPool(blocks, block_size), max_running, budget))
-    for request in requests:
-        run.scheduler.submit(request)
-    run.drain()
-    return run
+from pellucid_testing.scheduling import EOS, STOP, Run, run_all, submit
 
 
 @given(
@@ -88,7 +23,7 @@ def run_all(requests: list[Submit], *, blocks: int, block_size: int, max_running
     max_running=st.integers(1, 8),
     spare_budget=st.integers(0, 30),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_output_does_not_depend_on_company(
     shapes: list[tuple[int, int]], block_size: int, spare: int, max_running: int, spare_budget: int
 ) -> None:
@@ -105,37 +40,6 @@ def test_output_does_not_depend_on_company(
         assert len(crowd.ends[request.key]) == 1
 
 
-@given(data=st.data())
-@settings(max_examples=200, deadline=None)
-def test_random_arrivals_aborts_and_deadlines(data: st.DataObject) -> None:
-    run = Run(Scheduler(BlockPool(data.draw(st.integers(12, 30)), 4), max_running=4, max_step_tokens=9))
-    aborted: set[int] = set()
-    key, now = 0, 0.0
-    for _ in range(data.draw(st.integers(1, 60))):
-        now += 1.0
-        event = data.draw(st.sampled_from(["submit", "submit", "abort", "step", "step", "step"]))
-        if event == "submit":
-            limits = {
-                name: data.draw(st.none() | st.floats(now - 1, now + 40)) for name in ("deadline", "time_limit_at")
-            }
-            run.scheduler.submit(submit(key, data.draw(st.integers(1, 24)), data.draw(st.integers(0, 24)), **limits))
-            key += 1
-        elif event == "abort" and key:
-            victim = data.draw(st.integers(0, key - 1))
-            if run.scheduler.abort(victim):
-                aborted.add(victim)
-            assert not run.scheduler.abort(victim)
-            run.scheduler.check_integrity()
-        else:
-            run.step(now)
-    while not run.scheduler.idle:
-        now += 1.0
-        run.step(now)
-    assert set(run.ends) | aborted == set(range(key))
-    assert not set(run.ends) & aborted
-    assert all(len(ends) == 1 for ends in run.ends.values())
-
-
 def test_preempted_by_need_and_resumed_with_the_same_output() -> None:
     requests = [submit(key, 10, 10) for key in (20, 21, 22, 24)]
     run = run_all(requests, blocks=8, block_size=4, max_running=4, budget=64)
@@ -146,7 +50,7 @@ def test_preempted_by_need_and_resumed_with_the_same_output() -> None:
 
 
 def test_every_decode_moves_while_a_long_prompt_is_prefilled() -> None:
-    run = Run(Scheduler(BlockPool(400, 4), max_running=4, max_step_tokens=16))
+    run = Run.of(400, 4, max_running=4, budget=16)
     run.scheduler.submit(submit(1, 3, 500, eos_ids=[], stop_ids=[]))
     run.step()
     run.scheduler.submit(submit(2, 200, 5))
@@ -160,9 +64,9 @@ def test_every_decode_moves_while_a_long_prompt_is_prefilled() -> None:
 
 
 def test_a_short_prompt_is_not_held_up_by_long_ones() -> None:
-    run = Run(Scheduler(BlockPool(4000, 4), max_running=16, max_step_tokens=64))
+    run = Run.of(4000, 4, max_running=16, budget=64)
     for key in range(1, 11):
-        run.scheduler.submit(submit(key, 1000, 1))
+        run.scheduler.submit(submit(key, 400, 1))
     run.step()
     run.scheduler.submit(submit(12, 3, 1))
     for _ in range(4):
@@ -193,7 +97,7 @@ def test_end_tokens_and_non_finite_logits() -> None:
     def end_with(token: int | None) -> Progress:
         scheduler = Scheduler(BlockPool(4, 4), 1, 8)
         scheduler.submit(submit(1, 3, 5))
-        (progress,) = scheduler.complete(scheduler.schedule(0.0), [token])
+        (progress,) = scheduler.complete(scheduler.schedule(0.0), [Sampled(token)])
         assert scheduler.idle
         return progress
 
@@ -215,7 +119,7 @@ def test_end_tokens_are_banned_until_the_minimum_is_out() -> None:
     for _ in range(4):
         step = scheduler.schedule(0.0)
         banned.append(tuple(step.chunks[0].sequence.banned_ids))
-        scheduler.complete(step, [1000])
+        scheduler.complete(step, [Sampled(1000)])
     assert banned == [(EOS, STOP), (EOS, STOP), (), ()]
 
 
@@ -245,12 +149,68 @@ def test_what_can_never_run_is_refused() -> None:
         Scheduler(BlockPool(2, 4), max_running=4, max_step_tokens=3)
 
 
-def test_pool_notices_a_lost_and_a_shared_block() -> None:
-    pool = BlockPool(4, 4)
-    held = pool.allocate(2)
-    pool.check_integrity([held])
-    for tables in ([], [held, held]):
-        with pytest.raises(RuntimeError, match="blocks exist"):
-            pool.check_integrity(tables)
-    with pytest.raises(ValueError, match="3 blocks asked for, 2 free"):
-        pool.allocate(3)
+def order_of_starts(*arrivals: tuple[float, int]) -> list[int]:
+    """Keys of sequences that arrive at a time with a priority while one runs, in the order in which they start."""
+    run = Run.of(100, 4, max_running=1, budget=8)
+    run.scheduler.submit(submit(0, 3, 6, priority=100, eos_ids=[], stop_ids=[]), 0.0)
+    run.step()
+    for key, (at, priority) in enumerate(arrivals, start=1):
+        run.scheduler.submit(submit(key, 3, 2, priority=priority), at)
+    started: list[int] = []
+    while not run.scheduler.idle:
+        started += [c.sequence.request.key for c in run.step().chunks if c.sequence.request.key not in started]
+    return started[1:]
+
+
+def test_priority_goes_first_and_waiting_makes_up_for_it() -> None:
+    assert order_of_starts((1, 0), (2, 1), (3, 0), (4, 5), (5, -1)) == [4, 2, 1, 3, 5]
+    ahead, level = AGEING_SECONDS, 1
+    assert order_of_starts((1, 0), (1 + ahead - 0.5, level)) == [2, 1]
+    assert order_of_starts((1, 0), (1 + ahead + 0.5, level)) == [1, 2], "nobody is overtaken for longer"
+    assert order_of_starts((1, 0), (1 + 3 * ahead + 0.5, 3)) == [1, 2]
+
+
+def test_a_stream_of_urgent_requests_starves_nobody() -> None:
+    run = Run.of(8, 4, max_running=2, budget=8)
+    run.scheduler.submit(submit(0, 9, 12, priority=-1, eos_ids=[], stop_ids=[]), 0.0)
+    now, key = 0.0, 1
+    while 0 not in run.ends:
+        run.scheduler.submit(submit(key, 9, 6, priority=2, eos_ids=[], stop_ids=[]), now)
+        key, now = key + 1, now + 1.0
+        for _ in range(3):  # fewer steps than the requests need: the queue of urgent ones grows all the time
+            run.step(now)
+        assert now < 1000, "starved"
+    assert len(run.scheduler.waiting) > 5
+    run.drain()
+
+
+def test_the_lowest_priority_and_the_youngest_of_it_makes_room() -> None:
+    run = Run.of(9, 4, max_running=4, budget=16)
+    for key, priority in enumerate((0, 1, 0, 1), start=20):
+        run.scheduler.submit(submit(key, 6, 8, priority=priority, eos_ids=[], stop_ids=[]))
+    first = None
+    while first is None:
+        run.step()
+        first = next((one.request.key for one in run.scheduler.waiting if one.preemptions), None)
+    assert first == 22
+    run.drain()
+    assert run.scheduler.preemptions > 0
+
+
+@pytest.mark.parametrize(("priority", "starts"), [(0, False), (1, True)])
+def test_only_higher_priority_takes_the_place_of_what_runs(priority: int, starts: bool) -> None:
+    for blocks, max_running in ((100, 2), (8, 3)):  # no place left; no blocks left
+        run = Run.of(blocks, 4, max_running=max_running, budget=16)
+        for key in (1, 2):
+            run.scheduler.submit(submit(key, 12, 4, eos_ids=[], stop_ids=[]))
+        for _ in range(3):
+            run.step()
+        run.scheduler.submit(submit(3, 12, 4, priority=priority, eos_ids=[], stop_ids=[]), 1.0)
+        assert (3 in [chunk.sequence.request.key for chunk in run.step(1.0).chunks]) == starts
+        assert run.scheduler.preemptions == (1 if starts else 0)
+        assert (
+            run.drain().outputs[2]
+            == run_all(
+                [submit(2, 12, 4, eos_ids=[], stop_ids=[])], blocks=8, block_size=4, max_running=1, budget=16
+            ).outputs[2]
+        )

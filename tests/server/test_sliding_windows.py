@@ -138,7 +138,8 @@ def test_crowds_preemption_and_resumption_change_no_bit(steppers: dict[str, Step
     for one in requests:
         stepper.run(one)
         alone[one.key] = (stepper.tokens[one.key], torch.stack(stepper.logits[one.key]))
-    for how in ({}, {"max_step_tokens": 7}, {"gap": 3}, {"blocks": 14, "max_step_tokens": 30}):
+    ways: list[dict[str, Any]] = [{}, {"max_step_tokens": 7}, {"gap": 3}, {"blocks": 14, "max_step_tokens": 30}]
+    for how in ways:
         stepper.run(*requests, **how)
         assert ("blocks" in how) == (stepper.preemptions > 0)
         for one in requests:
@@ -149,6 +150,47 @@ def test_crowds_preemption_and_resumption_change_no_bit(steppers: dict[str, Step
         stepper.run(request(one.context, one.prompt, 40, one.key, sampling=one.sampling, generated=tokens[:23]))
         assert stepper.tokens[one.key] == tokens[23:]
         assert torch.equal(torch.stack(stepper.logits[one.key]), logits[23:])
+
+
+@pytest.mark.parametrize("kind", ["rotary", "mixed windows", "windowed", "learned"])
+def test_everything_at_once_equals_the_references(steppers: dict[str, Stepper], kind: str) -> None:
+    """A small pool, small chunks, shared beginnings, several sequences of a prompt, cold and warm, every policy."""
+    stepper = steppers[kind]
+    policies = [policy for policy in POLICIES if policy.kind == "reencode" or kind in ROLLING]
+    requests = [
+        request(policy, prompt_of(30 + 5 * (key % 2)), 12, 10 * key + index, group=10 * key, sequence_index=index)
+        for key, policy in enumerate(policies)
+        for index in range(2)
+    ]
+    for warm in (False, True):
+        stepper.run(*requests, blocks=16, max_step_tokens=13, warm=warm)
+        assert warm or stepper.preemptions > 0
+        for one in requests:
+            have = torch.stack(stepper.logits[one.key])
+            want = reference(kind, one.context, (one.prompt + stepper.tokens[one.key])[:-1], len(one.prompt) - 1)
+            assert (have - want).abs().max() <= 2e-5 * want.abs().max(), name(one.context)
+    assert max(stepper.cached.values()) > 0
+
+
+@pytest.mark.parametrize("way", [{"max_step_tokens": size} for size in (64, 1, 3, 8)], ids=str)
+def test_a_window_of_w_is_the_token_and_w_minus_1_before_it(tmp_path: Path, way: dict[str, Any]) -> None:
+    """A window of W means W keys in one path and W + 1 in another (B54)."""
+    window, last = 8, 20
+    stepper = Stepper.of(tiny_checkpoint(tmp_path, tiny_config(layers=1, windows=(window,))), kv_block_size=BLOCK)
+    stepper.max_running = 1
+
+    def logits(changed: int | None, generated: int) -> torch.Tensor:
+        tokens = prompt_of(last + 1)
+        if changed is not None:
+            tokens[changed] = (tokens[changed] + 1) % tiny_config().vocab_size
+        prompt, rest = tokens[: last + 1 - generated], tokens[last + 1 - generated :]
+        stepper.run(submission(1, prompt, 1 + generated, generated=rest), **way)
+        return stepper.logits[1][0]
+
+    for generated in (0, 1, 15):
+        whole = logits(None, generated)
+        for distance in range(1, last):
+            assert torch.equal(logits(last - distance, generated), whole) == (distance >= window), distance
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=name)

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import itertools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from pellucid_model.contract import DecoderModel, Rotary
-from pellucid_model.errors import ModelError
+from pellucid_model.contract import DecoderModel
+from pellucid_model.kernels.huge_pages import untouched_zeros
+from pellucid_model.recording import LayerCall, record_calls
 
-
-@dataclass(frozen=True)
-class LayerShape:
-    """What one layer keeps per token."""
-
-    kv_heads: int
-    head_dim: int
-    window: int | None
-    """The layer's own; None: it sees everything."""
+LayerShape = LayerCall
+"""What one layer keeps per token: nothing where it reads another layer's keys and values."""
 
 
 class KVCache:
@@ -28,19 +23,32 @@ class KVCache:
         self, shapes: list[LayerShape], blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.block_size = block_size
-        # Zeros are handed out by the system when they are first written, so an empty cache takes no memory.
-        self.layers: list[tuple[Tensor, Tensor]] = [
-            (
-                torch.zeros(blocks, shape.kv_heads, block_size, shape.head_dim, dtype=dtype, device=device),
-                torch.zeros(blocks, shape.kv_heads, block_size, shape.head_dim, dtype=dtype, device=device),
+        self.layers: list[tuple[Tensor, Tensor]] = []
+        """(keys, values); a layer that reads another one's has the same tensors as that one."""
+        for shape in shapes:
+            if shape.kv_from is not None:
+                self.layers.append(self.layers[shape.kv_from])
+                continue
+            # On the CPU zeros are handed out by the system when they are touched: an empty cache takes no memory.
+            size = (blocks, shape.kv_heads, block_size, shape.head_dim)
+            on_cpu = device.type == "cpu"
+            keys, values = (
+                untouched_zeros(size, dtype) if on_cpu else torch.zeros(size, dtype=dtype, device=device)
+                for _ in range(2)
             )
-            for shape in shapes
-        ]
+            self.layers.append((keys, values))
+
+    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy whole blocks, (from, to), in every layer: one after the other, for one may read what another wrote."""
+        stores = {id(keys): (keys, values) for keys, values in self.layers}
+        for store in itertools.chain.from_iterable(stores.values()):
+            for source, target in copies:
+                store[target] = store[source]
 
 
 def bytes_per_token(shapes: list[LayerShape], dtype: torch.dtype) -> int:
     """Cache bytes of one token over all layers."""
-    return sum(2 * shape.kv_heads * shape.head_dim * dtype.itemsize for shape in shapes)
+    return sum(2 * shape.kv_heads * shape.head_dim * dtype.itemsize for shape in shapes if shape.kv_from is None)
 
 
 def native_window(shapes: list[LayerShape]) -> int:
@@ -57,40 +65,4 @@ def default_block_size(context_length: int) -> int:
 
 def learn_shapes(model: DecoderModel, device: torch.device) -> list[LayerShape]:
     """The cache's shape from one recorded dry forward of a single token; nothing is declared anywhere."""
-    recorder = _Recorder()
-    token = torch.zeros(1, dtype=torch.int64, device=device)
-    model.forward(token, token, recorder)
-    layers = sorted(recorder.shapes)
-    if not layers or layers != list(range(len(layers))):
-        raise ModelError(f"the model calls attend for layers {layers}; they must be numbered 0, 1, 2, … without gaps")
-    return [recorder.shapes[layer] for layer in layers]
-
-
-class _Recorder:
-    """An `attend` that attends to nothing and notes what it is asked."""
-
-    def __init__(self) -> None:
-        self.shapes: dict[int, LayerShape] = {}
-
-    def __call__(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        scale: float | None = None,
-        rotary: Rotary | None = None,
-        alibi_slopes: Tensor | None = None,
-        window: int | None = None,
-        softcap: float | None = None,
-    ) -> Tensor:
-        if layer in self.shapes:
-            raise ModelError(f"the model calls attend twice for layer {layer}; each layer has a cache of its own")
-        if k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[2] != k.shape[2] or q.shape[1] % k.shape[1]:
-            raise ModelError(
-                f"layer {layer} attends with q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}: k and v must "
-                "have the same shape, and q the same head_dim and a multiple of their heads"
-            )
-        self.shapes[layer] = LayerShape(kv_heads=k.shape[1], head_dim=k.shape[2], window=window)
-        return torch.zeros_like(q)
+    return record_calls(model, device)

@@ -1,22 +1,32 @@
 """The step loop: messages in, one step, messages out. One thread, no locks.
 
-Order of side effects in one turn: take what has arrived (submissions, aborts), plan, run, sample, book, report. A
-request therefore joins or leaves between two steps, and an abort takes effect before the next one.
+Order of side effects in one turn: take what has arrived (submissions, aborts) and requests whose constraints have been
+compiled meanwhile, plan, run, sample, book, report. A request therefore joins or leaves between two steps, and an abort
+takes effect before the next one.
 """
 
 from __future__ import annotations
 
+import logging
 import time
+from concurrent.futures import Future, wait
+from pathlib import Path
 from typing import Literal, NoReturn
 
+from pellucid_model.checkpoint_kind import companions
 from pellucid_model.kernels import library
+from pellucid_model.tokenizers import load_tokenizer
+from pellucid_server.engine.choosing import Chooser
 from pellucid_server.engine.connection import EngineConnection
+from pellucid_server.engine.constraint_states import Constraints, Grammar
+from pellucid_server.engine.execution import Executor
 from pellucid_server.engine.loading import Loaded
 from pellucid_server.engine.memory import GpuMemory
 from pellucid_server.engine.messages import (
     Abort,
     Configure,
     Finished,
+    FinishKind,
     Ping,
     Progress,
     Sampling,
@@ -25,8 +35,10 @@ from pellucid_server.engine.messages import (
     Submit,
     ToEngine,
 )
-from pellucid_server.engine.sampler import Sampler, SamplerRow
-from pellucid_server.engine.scheduler import Scheduler, Step
+from pellucid_server.engine.scheduler import Scheduler
+from pellucid_server.engine.sequence import Step
+
+_log = logging.getLogger(__name__)
 
 Phase = Literal["prefill", "decode", "mixed", "idle"]
 
@@ -38,13 +50,14 @@ class Engine:
         self._loaded = loaded
         self._configure = configure
         self._scheduler = self._new_scheduler()
-        self._sampler = Sampler(
-            configure.tokenizer_size or loaded.ready.vocab_size, library.load_library(), library.threads()
-        )
+        vocab_size = configure.tokenizer_size or loaded.ready.vocab_size
+        self._constraints = Constraints(lambda: load_tokenizer(companions(Path(configure.checkpoint))), vocab_size)
+        chooser = Chooser(vocab_size, self._constraints, library.load_library(), library.threads())
+        self._executor = Executor(loaded.runner, chooser)
+        self._preparing: dict[int, tuple[Submit, Future[Grammar]]] = {}
+        """By key: requests whose constraints are being compiled."""
         self._gpu_memory = GpuMemory(on_gpu=loaded.ready.device != "cpu")
-        self._steps = 0
         self._prefill_tokens = 0
-        self._generated_tokens = 0
 
     def warm_up(self) -> float:
         """Run the largest prompt step and a decode once, so that the first request meets a warm engine.
@@ -65,20 +78,23 @@ class Engine:
                 eos_ids=[],
                 stop_ids=[],
                 max_length=length + 2,
+                cache_write=False,
             )
         )
         longest = 0.0
         while not scheduler.idle:
             began = time.monotonic()
             step = scheduler.schedule(0.0)
-            scheduler.complete(step, self._sample(step))
+            scheduler.complete(step, *self._executor.execute(step))
             longest = max(longest, time.monotonic() - began)
         return longest
 
     def serve(self, connection: EngineConnection) -> NoReturn:
         """Step for ever. Raises ConnectionClosed when the frontend is gone."""
         while True:
-            self._take(connection.receive(None if self._scheduler.idle else 0), connection)
+            resting = self._scheduler.idle and not self._preparing
+            self._take(connection.receive(None if resting else 0), connection)
+            self._take_prepared(connection)
             step = self._scheduler.schedule(time.monotonic())
             if step.chunks or step.expired:
                 connection.send(self._run(step))
@@ -86,52 +102,62 @@ class Engine:
     def _take(self, messages: list[ToEngine], connection: EngineConnection) -> None:
         asked = False
         for message in messages:
-            if isinstance(message, Submit):
+            if isinstance(message, Submit) and message.constraint is not None:
+                self._preparing[message.key] = (message, self._constraints.prepare(message.constraint))
+            elif isinstance(message, Submit):
                 self._submit(message, connection)
             elif isinstance(message, Abort):
-                asked |= self._scheduler.abort(message.key)
+                asked |= self._preparing.pop(message.key, None) is not None or self._scheduler.abort(message.key)
             elif isinstance(message, Ping):
                 asked = True
         if asked and self._scheduler.idle:
             connection.send(StepDone([], self._stats(None, 0.0), time.monotonic()))
 
+    def _take_prepared(self, connection: EngineConnection) -> None:
+        """Queue the requests whose constraints are compiled by now. With nothing else to do, wait for the first one."""
+        if self._scheduler.idle and self._preparing:
+            wait([next(iter(self._preparing.values()))[1]])
+        for key, (request, prepared) in list(self._preparing.items()):
+            if not prepared.done():
+                continue
+            del self._preparing[key]
+            if (error := prepared.exception()) is None:
+                self._submit(request, connection)
+            else:
+                _log.warning("a request's constraint cannot be followed: %s", error)
+                self._end(key, "no_token", connection)
+
     def _submit(self, request: Submit, connection: EngineConnection) -> None:
         """Queue a sequence. One that was begun under a larger cache, before a restart, may not fit any more."""
         try:
-            self._scheduler.submit(request)
+            self._scheduler.submit(request, time.monotonic())
         except ValueError:
-            full = Progress(request.key, None, Finished("context_full"), None, 0)
-            connection.send(StepDone([full], self._stats(None, 0.0), time.monotonic()))
+            self._end(request.key, "context_full", connection)
+
+    def _end(self, key: int, kind: FinishKind, connection: EngineConnection) -> None:
+        """Tell the end of a request that has never run."""
+        end = Progress(key, None, Finished(kind), None, 0)
+        connection.send(StepDone([end], self._stats(None, 0.0), time.monotonic()))
 
     def _run(self, step: Step) -> StepDone:
         began = time.monotonic()
-        sampled = self._sample(step) if step.chunks else []
+        outcome = self._executor.execute(step)
         ended = time.monotonic()
         decoded = sum(chunk.samples and chunk.sequence.output_count > 0 and chunk.count == 1 for chunk in step.chunks)
         stats_phase = _phase(len(step.chunks), decoded)
-        self._steps += bool(step.chunks)
         self._prefill_tokens += step.tokens - decoded
-        self._generated_tokens += sum(token is not None for token in sampled)
-        progress = step.expired + self._scheduler.complete(step, sampled)
+        progress = step.expired + self._scheduler.complete(step, *outcome)
         return StepDone(progress, self._stats(step, ended - began, stats_phase), ended)
-
-    def _sample(self, step: Step) -> list[int | None]:
-        rows = [
-            SamplerRow(
-                sampling=chunk.sequence.request.sampling,
-                banned=tuple(chunk.sequence.banned_ids),
-                output_index=chunk.sequence.output_count,
-            )
-            for chunk in step.chunks
-            if chunk.samples
-        ]
-        logits = self._loaded.runner.run(step)
-        return self._sampler.sample(logits, rows) if rows else []
 
     def _new_scheduler(self) -> Scheduler:
         configure = self._configure
-        window = self._loaded.ready.native_window
-        return Scheduler(self._loaded.pool, configure.max_running, configure.max_step_tokens, window)
+        return Scheduler(
+            self._loaded.pool,
+            configure.max_running,
+            configure.max_step_tokens,
+            self._loaded.ready.native_window,
+            prefix_cache=configure.prefix_cache,
+        )
 
     def _stats(self, step: Step | None, seconds: float, phase: Phase = "idle") -> Stats:
         scheduler, pool = self._scheduler, self._loaded.pool
@@ -142,10 +168,8 @@ class Engine:
             running_tokens=sum(sequence.computed for sequence in scheduler.running),
             waiting_tokens=sum(len(sequence.tokens) for sequence in scheduler.waiting),
             free_blocks=pool.free,
-            used_blocks=pool.count - pool.free,
-            steps_total=self._steps,
+            used_blocks=pool.used,
             prefill_tokens_total=self._prefill_tokens,
-            generated_tokens_total=self._generated_tokens,
             preemptions_total=scheduler.preemptions,
             step_sequences=len(step.chunks) if step else 0,
             step_tokens=step.tokens if step else 0,
@@ -153,6 +177,9 @@ class Engine:
             step_phase=phase,
             gpu_allocated_bytes=gpu_allocated,
             gpu_reserved_bytes=gpu_reserved,
+            cached_blocks=pool.cached,
+            prefix_queried_tokens_total=scheduler.tables.queried_tokens,
+            prefix_hit_tokens_total=scheduler.tables.hit_tokens,
         )
 
 

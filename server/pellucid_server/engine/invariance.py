@@ -12,6 +12,7 @@ from torch import Tensor
 from pellucid_server.engine.messages import Sampling, Submit
 from pellucid_server.engine.runner import ModelRunner
 from pellucid_server.engine.scheduler import Scheduler
+from pellucid_server.engine.sequence import Sampled
 from pellucid_server.kv.blocks import BlockPool
 
 NEW_TOKENS = 4
@@ -34,7 +35,8 @@ def seems_invariant(runner: ModelRunner, pool: BlockPool, vocab_size: int, conte
 
 def _logits(runner: ModelRunner, pool: BlockPool, prompts: list[list[int]], step_tokens: int) -> Tensor:
     """Logits [NEW_TOKENS, V] of the last sequence, all of them generating the same arbitrary tokens."""
-    scheduler = Scheduler(pool, max_running=len(prompts), max_step_tokens=max(step_tokens, len(prompts)))
+    budget = max(step_tokens, len(prompts))
+    scheduler = Scheduler(pool, max_running=len(prompts), max_step_tokens=budget, prefix_cache=False)
     for key, prompt in enumerate(prompts):
         length = len(prompt) + NEW_TOKENS
         scheduler.submit(Submit(key, prompt, _GREEDY, NEW_TOKENS, 0, [], [], length))
@@ -44,5 +46,5 @@ def _logits(runner: ModelRunner, pool: BlockPool, prompts: list[list[int]], step
         logits = runner.run(step)
         sampling = [chunk.sequence.request.key for chunk in step.chunks if chunk.samples]
         rows += [row for key, row in zip(sampling, logits, strict=True) if key == len(prompts) - 1]
-        scheduler.complete(step, [0] * len(sampling))
+        scheduler.complete(step, [Sampled(0)] * len(sampling))
     return torch.stack(rows)

@@ -12,10 +12,12 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from pellucid_model.checkpoint import INDEX, WEIGHTS
+from pellucid_model.checkpoint_kind import is_saved_weights
 from pellucid_model.errors import CheckpointError, ModelError
-from pellucid_model.kernels import Kernels, accelerate, library, select_kernels
+from pellucid_model.gguf import is_gguf, read_header
+from pellucid_model.kernels import Kernels, WeightFormat, accelerate, library, select_kernels, weight_bytes
 from pellucid_model.servable import load_servable
+from pellucid_model.weight_files import find_weight_files
 from pellucid_server.engine.cache import (
     KVCache,
     LayerShape,
@@ -24,8 +26,9 @@ from pellucid_server.engine.cache import (
     learn_shapes,
     native_window,
 )
+from pellucid_server.engine.forward import choose_forward
 from pellucid_server.engine.invariance import seems_invariant
-from pellucid_server.engine.memory import available_memory
+from pellucid_server.engine.memory import available_memory, give_back_freed
 from pellucid_server.engine.messages import Configure, Ready
 from pellucid_server.engine.runner import ModelRunner
 from pellucid_server.kv.blocks import BlockPool
@@ -56,7 +59,7 @@ def load(configure: Configure) -> Loaded:
     vocab_size = servable.vocab_size
     if configure.tokenizer_size > vocab_size:
         raise CheckpointError(
-            f"checkpoint {configure.checkpoint}: tokenizer.json has {configure.tokenizer_size} tokens, but the model "
+            f"checkpoint {configure.checkpoint}: its tokenizer has {configure.tokenizer_size} tokens, but the model "
             f"only {vocab_size}; they do not belong together"
         )
     kernels = select_kernels(device)
@@ -69,14 +72,17 @@ def load(configure: Configure) -> Loaded:
             f"{configure.tokenizer_size} on are never sampled; if the vocabulary was not padded, they do not match"
         )
     dtype = choose_dtype(configure.dtype, servable.dtype, kernels, device, notices)
+    format = choose_format(configure.quantize, dtype, kernels)
     parameters = sum(parameter.numel() for parameter in servable.module.parameters())
-    place(servable.module, kernels, device, dtype)
+    place(servable.module, kernels, device, dtype, format)
     context_length = choose_context(configure.max_context, servable.context_length, notices)
     block_size = choose_block_size(configure.kv_block_size, context_length)
     shapes = learn_shapes(servable.model, device)
     blocks = choose_block_count(configure, shapes, dtype, block_size, context_length, device)
     cache = KVCache(shapes, blocks, block_size, dtype, device)
-    runner, pool = ModelRunner(servable.model, kernels, cache, device), BlockPool(blocks, block_size)
+    forward = choose_forward(servable.module, servable.model, kernels, cache, device, notices)
+    runner = ModelRunner(servable.model, kernels, cache, device, forward)
+    pool = BlockPool(blocks, block_size)
     invariant = kernels.batch_invariant
     if servable.custom and invariant:
         invariant = seems_invariant(runner, pool, vocab_size, context_length)
@@ -89,9 +95,9 @@ def load(configure: Configure) -> Loaded:
         kv_block_size=block_size,
         kv_block_count=blocks,
         kv_bytes=blocks * block_size * bytes_per_token(shapes, dtype),
-        weight_bytes=parameters * dtype.itemsize,
+        weight_bytes=weight_bytes(servable.module),
         device=str(device) if device.type == "cpu" else torch.cuda.get_device_name(device),
-        dtype=str(dtype).removeprefix("torch."),
+        dtype=_name(dtype) if configure.quantize == "none" else f"{format}, {_name(dtype)}",
         kernels=kernels.name,
         batch_invariant=invariant,
         architecture=servable.architecture,
@@ -123,22 +129,40 @@ def choose_dtype(
     native = device.type == "cuda" or kernels.name == "avx512-bf16"
     dtype = torch.bfloat16 if native and stored != torch.float16 else torch.float32
     if dtype.itemsize < stored.itemsize:
-        name = str(stored).removeprefix("torch.")
-        notices.append(f"weights stored as {name} are served in bfloat16; --dtype float32 serves them in float32")
+        notices.append(
+            f"weights stored as {_name(stored)} are served in bfloat16; --dtype float32 serves them in float32"
+        )
     return dtype
 
 
-def place(module: nn.Module, kernels: Kernels, device: torch.device, dtype: torch.dtype) -> None:
+def choose_format(quantize: str, dtype: torch.dtype, kernels: Kernels) -> WeightFormat:
+    """Of the weights in linear layers; `quantize` is "none", "int8" or "int4"."""
+    if quantize == "none":
+        return "bfloat16" if dtype == torch.bfloat16 else "float32"
+    if not kernels.batch_invariant:
+        raise ModelError(f"--quantize {quantize} needs the compiled CPU kernels; here torch's operators run: use none")
+    return "int8" if quantize == "int8" else "int4"
+
+
+def place(module: nn.Module, kernels: Kernels, device: torch.device, dtype: torch.dtype, format: WeightFormat) -> None:
     """Put the model on its device, with our operators where they are the CPU's.
 
-    On the CPU what flows between operators is float32 and `dtype` is that of the weights in linear layers and of the
-    cache; elsewhere the whole model is cast.
+    On the CPU what flows between operators is float32, and `format` is that of the weights in linear layers; elsewhere
+    the whole model is cast to `dtype`.
     """
-    if kernels.batch_invariant:
-        module.float()
-        accelerate(module, kernels, dtype)
-    else:
+    if not kernels.batch_invariant:
         module.to(device=device, dtype=dtype)
+        return
+    try:
+        accelerate(module, kernels, format)
+    except ValueError as error:
+        raise ModelError(f"the weights cannot be served as {format}: {error}; use --quantize none") from None
+    module.float()
+    give_back_freed()
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def choose_context(wanted: int, trained: int | None, notices: list[str]) -> int:
@@ -185,13 +209,20 @@ def choose_block_count(
     return blocks
 
 
+def _weight_files(path: Path) -> tuple[Path, ...]:
+    return (path,) if is_saved_weights(path) else find_weight_files(path).files
+
+
 def _check_weights_fit(folder: Path, device: torch.device) -> None:
-    """Refuse before loading what cannot fit: the weights as stored and, beside them, as they will be packed."""
-    files = [folder / WEIGHTS] if not (folder / INDEX).exists() else list(folder.glob("*.safetensors"))
+    """Refuse before loading what cannot fit: the weights as they are read and, beside them, as they will be packed."""
     try:
-        stored = sum(file.stat().st_size for file in files)
-    except FileNotFoundError:
-        raise CheckpointError(f"checkpoint {folder}: {WEIGHTS} is missing") from None
+        stored = (
+            read_header(folder).loaded_bytes
+            if is_gguf(folder)
+            else sum(file.stat().st_size for file in _weight_files(folder))
+        )
+    except FileNotFoundError as error:
+        raise CheckpointError(f"checkpoint {folder}: {Path(error.filename).name} is missing") from None
     except OSError as error:
         raise CheckpointError(f"{error.filename} cannot be read: {error.strerror}") from None
     need, free = 2 * stored, available_memory()

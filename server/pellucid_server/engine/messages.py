@@ -16,9 +16,19 @@ import msgspec
 from pellucid_server.kv.window import FULL, ContextWindow
 
 FinishKind = Literal[
-    "eos", "stop_token", "max_new_tokens", "context_full", "time_limit", "deadline", "non_finite", "constraint_done"
+    "eos",
+    "stop_token",
+    "max_new_tokens",
+    "context_full",
+    "time_limit",
+    "deadline",
+    "non_finite",
+    "constraint_done",
+    "no_token",
 ]
-"""Ends that the engine decides. Stop strings, cancels and disconnects are the frontend's, by Abort."""
+"""Ends that the engine decides. Stop strings, cancels and disconnects are the frontend's, by Abort. "no_token": the
+constraint, allowed_ids, stop ids and min_new_tokens together leave no token that may follow, before the constraint is
+fulfilled; or the constraint takes too much work to follow."""
 
 
 class Sampling(msgspec.Struct, frozen=True, array_like=True):
@@ -94,6 +104,10 @@ class Configure(msgspec.Struct, frozen=True, tag=True):
     log_format: str
     module: str = ""
     """ "FILE.py:CLASS" of the user's own module; "": what config.json names."""
+    quantize: Literal["none", "int8", "int4"] = "none"
+    """Whole numbers for the weights of linear layers."""
+    prefix_cache: bool = True
+    """Whether computed blocks are kept for later requests that begin alike."""
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
@@ -119,7 +133,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     group: int | None = None
     """Key of the first of several sequences of one prompt; the others share what it computed. None: it is alone."""
     priority: int = 0
-    """Higher runs sooner."""
+    """Higher runs sooner: a level is worth scheduler.AGEING_SECONDS of waiting."""
     output_logprobs: LogprobWish | None = None
     prompt_logprobs: LogprobWish | None = None
     constraint: Constraint | None = None
@@ -201,11 +215,11 @@ class Stats(msgspec.Struct, frozen=True, array_like=True):
     running_tokens: int
     waiting_tokens: int
     free_blocks: int
+    """Blocks that hold nothing of use; used, cached and free ones are all there are."""
     used_blocks: int
-    steps_total: int
+    """Blocks of sequences that run."""
     prefill_tokens_total: int
     """Prompt (and recomputed) tokens run through the model."""
-    generated_tokens_total: int
     preemptions_total: int
     step_sequences: int
     """Sequences in this step; 0 when idle."""
@@ -216,6 +230,12 @@ class Stats(msgspec.Struct, frozen=True, array_like=True):
     """What torch holds for tensors; 0 on the CPU."""
     gpu_reserved_bytes: int = 0
     """What torch has taken from the GPU."""
+    cached_blocks: int = 0
+    """Blocks that nobody runs on, kept for requests that begin alike; they are given away where blocks are needed."""
+    prefix_queried_tokens_total: int = 0
+    """Prompt tokens that were looked up in the cache when their sequence first ran."""
+    prefix_hit_tokens_total: int = 0
+    """Those of them that were found."""
 
 
 class StepDone(msgspec.Struct, frozen=True, tag=True):

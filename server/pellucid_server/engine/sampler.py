@@ -15,11 +15,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from pellucid_server.engine.adjustments import Adjustments
 from pellucid_server.engine.messages import Sampling
 from pellucid_server.engine.sampler_numpy import sample_row
 
-_ROW = struct.Struct("=dddQqqIIIxxxx")
-"""The kernel's Row: temperature, top_p, min_p, seed, banned begin and end, top_k, sequence index, output index."""
+_ROW = struct.Struct("=7dQ6Q8I")
+"""The kernel's Row, in the order of its fields."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +30,16 @@ class SamplerRow:
     banned          ids that may not be chosen, for example EOS before min_new_tokens
     output_index    how many tokens of the output came before, uint32
     sequence_index  which output of its request this is, uint32
+    adjustments     what the sequence changes in its logits; None: nothing
+    permitted       uint32 words [ceil(V / 32)] in which bit i tells whether id i may follow; None: every id may
     """
 
     sampling: Sampling
     banned: tuple[int, ...]
     output_index: int
     sequence_index: int = 0
+    adjustments: Adjustments | None = None
+    permitted: npt.NDArray[np.uint32] | None = None
 
 
 class Sampler:
@@ -53,7 +58,7 @@ class Sampler:
             _declare(library)
 
     def sample(self, logits: torch.Tensor, rows: Sequence[SamplerRow]) -> list[int | None]:
-        """The next token of each row; None where its logits are not finite.
+        """The next token of each row; None where its logits are not finite, or no id is possible.
 
         logits  [R, V], float32 on the CPU, V >= vocab_size
         rows    R of them
@@ -65,7 +70,15 @@ class Sampler:
             return self._sample_compiled(self._library, logits.contiguous(), rows)
         matrix: npt.NDArray[np.float32] = logits.numpy()[:, : self._vocab_size]
         return [
-            sample_row(matrix[i], row.sampling, row.banned, row.sequence_index, row.output_index)
+            sample_row(
+                matrix[i],
+                row.sampling,
+                row.banned,
+                row.sequence_index,
+                row.output_index,
+                row.adjustments,
+                row.permitted,
+            )
             for i, row in enumerate(rows)
         ]
 
@@ -74,6 +87,12 @@ class Sampler:
             raise ValueError(f"logits must be float32 on the CPU, not {logits.dtype} on {logits.device}")
         if logits.dim() != 2 or logits.shape[0] != len(rows) or logits.shape[1] < self._vocab_size:
             raise ValueError(f"logits must be [{len(rows)}, {self._vocab_size} or more], not {list(logits.shape)}")
+        words = -(-self._vocab_size // 32)
+        for row in rows:
+            if row.permitted is not None and len(row.permitted) < words:
+                raise ValueError(
+                    f"permitted must be {words} words for {self._vocab_size} ids, not {len(row.permitted)}"
+                )
 
     def _sample_compiled(
         self, library: ctypes.CDLL, logits: torch.Tensor, rows: Sequence[SamplerRow]
@@ -81,21 +100,9 @@ class Sampler:
         settings = bytearray(_ROW.size * len(rows))
         banned: list[int] = []
         for index, row in enumerate(rows):
-            sampling, begin = row.sampling, len(banned)
+            begin = len(banned)
             banned += row.banned
-            _ROW.pack_into(
-                settings,
-                index * _ROW.size,
-                sampling.temperature,
-                sampling.top_p,
-                sampling.min_p,
-                sampling.seed,
-                begin,
-                len(banned),
-                sampling.top_k,
-                row.sequence_index,
-                row.output_index,
-            )
+            _pack(settings, index * _ROW.size, row, begin, len(banned))
         out = (ctypes.c_int32 * len(rows))()
         library.pellucid_sample(
             logits.data_ptr(),
@@ -108,6 +115,44 @@ class Sampler:
             out,
         )
         return [None if token < 0 else token for token in out]
+
+
+def _pack(settings: bytearray, offset: int, row: SamplerRow, banned_begin: int, banned_end: int) -> None:
+    """Write one Row. It points into the row's arrays, which its SamplerRow keeps alive."""
+    sampling, adjustments = row.sampling, row.adjustments
+    bias_ids = biases = allowed_ids = seen_ids = output_counts = (0, 0)
+    if adjustments is not None:
+        bias_ids, biases = adjustments.bias_ids.buffer_info(), adjustments.biases.buffer_info()
+        allowed_ids = adjustments.allowed_ids.buffer_info()
+        if adjustments.history is not None:
+            seen_ids = adjustments.history.seen_ids.buffer_info()
+            output_counts = adjustments.history.output_counts.buffer_info()
+    _ROW.pack_into(
+        settings,
+        offset,
+        sampling.temperature,
+        sampling.top_p,
+        sampling.min_p,
+        sampling.typical_p,
+        sampling.repetition_penalty,
+        sampling.presence_penalty,
+        sampling.frequency_penalty,
+        sampling.seed,
+        bias_ids[0],
+        biases[0],
+        allowed_ids[0],
+        seen_ids[0],
+        output_counts[0],
+        0 if row.permitted is None else row.permitted.ctypes.data,
+        bias_ids[1],
+        allowed_ids[1],
+        seen_ids[1],
+        banned_begin,
+        banned_end,
+        sampling.top_k,
+        row.sequence_index,
+        row.output_index,
+    )
 
 
 def _declare(library: ctypes.CDLL) -> None:

@@ -1,108 +1,54 @@
 """Which tokens run in the next step. Pure Python: no torch, no clock of its own, no input or output.
 
 Comes in: sequences (`submit`), aborts (`abort`), the time. Goes out: a `Step`, then, once it has run, what it brought
-for each sequence (`complete`). A sequence's state is its tokens and how many of them are computed, that is, have their
-keys and values in the cache; prefill, chunked prefill, decode, recomputation after a preemption and after the move of a
-re-encoded window are all "compute the tokens that are not computed yet".
+for each sequence (`complete`). What a sequence's state is, sequence.py says; block_tables.py owns its blocks.
 
-Under a re-encoded window (kv/window.py) the cache holds a *view* of the sequence: its sinks and what follows the
-origin, `offset` tokens in between left out. Chunks and positions count in the view. Without such a window the view is
-the sequence.
+Sequences are ranked by the time of their arrival, put forward by ten seconds for each level of priority. The rank never
+changes, and it decides everything: the best-ranked sequence always moves, so each one gets to its end.
 
-Order of a step's side effects: expired sequences end; running sequences get tokens and blocks, decodes first, then
-prompts in the order of arrival, each leaving a small share of the budget to those behind it, so that a long prompt
-holds nobody up; where blocks run out the youngest running sequence gives all of its own back and waits again (it is
-computed again later, from prompt and output); then waiting sequences are admitted in the order of arrival.
+Order of a step's side effects: expired sequences end; windows move; running sequences get tokens and blocks, decodes
+first, then prompts in the order of rank, each leaving a small share of the budget to those behind it, so that a long
+prompt holds nobody up; where blocks run out the running sequence with the worst rank gives all of its own back and
+waits again (what it computed may still be in the cache then); then waiting sequences are admitted in the order of rank.
+A waiting sequence of higher priority takes the place of running ones of lower priority and worse rank.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Sequence
+from bisect import insort
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from pellucid_server.engine.messages import Finished, FinishKind, Progress, Submit
+from pellucid_server.engine.block_tables import BlockTables, Start
+from pellucid_server.engine.ends import Expiries, finished
+from pellucid_server.engine.groups import Groups
+from pellucid_server.engine.messages import Finished, Progress, Submit, TokenLogprob
+from pellucid_server.engine.sequence import AGEING_SECONDS, Chunk, Sampled, SequenceState, Step
 from pellucid_server.kv.blocks import BlockPool
 
 QUANTUM_SHARE = 4
-"""A quarter of what decodes leave of the budget is kept for prompts behind the oldest one, in equal parts."""
-FREED = -1
-"""In a block table: the block has gone back to the pool, and no row looks there any more."""
+"""A quarter of what decodes leave of the budget is kept for prompts behind the first one, in equal parts."""
 
 
-@dataclass(eq=False, slots=True)
-class SequenceState:
-    """One sequence from submission to its end."""
+@dataclass(slots=True)
+class _Draft:
+    """A step in the making."""
 
-    request: Submit
-    arrival: int
-    max_length: int
-    """The request's, or what the whole pool holds where that is less and no window makes up for it."""
-    tokens: list[int]
-    """Prompt and output."""
-    offset: int = 0
-    """Tokens left out of the view, behind the sinks."""
-    computed: int = 0
-    """How many tokens of the view, from the left, have keys and values in the cache."""
-    blocks: list[int] = field(default_factory=list)
-    """The block table; FREED where a window has passed a block by."""
-    freed: int = 0
-    """How many blocks of the table are FREED: a run behind those of the sinks."""
-    first_scheduled_at: float | None = None
-    preemptions: int = 0
+    budget: int
+    """Tokens that may still be added."""
+    chunks: dict[int, Chunk] = field(default_factory=dict)
+    """By the sequence's key."""
+    copies: list[tuple[int, int]] = field(default_factory=list)
 
-    @property
-    def output_count(self) -> int:
-        return len(self.tokens) - len(self.request.prompt)
+    def add(self, chunk: Chunk) -> None:
+        self.chunks[chunk.sequence.request.key] = chunk
+        self.budget -= chunk.count
 
-    @property
-    def view_length(self) -> int:
-        return len(self.tokens) - self.offset
-
-    @property
-    def pending(self) -> int:
-        """Tokens of the view still to be computed."""
-        return self.view_length - self.computed
-
-    @property
-    def held_blocks(self) -> list[int]:
-        return [block for block in self.blocks if block != FREED]
-
-    def view(self, start: int, count: int) -> list[int]:
-        """Tokens of the view from its place `start` on."""
-        sinks, offset = self.request.context.sinks, self.offset
-        if offset == 0 or start >= sinks:
-            return self.tokens[start + offset : start + offset + count]
-        return (self.tokens[:sinks] + self.tokens[sinks + offset :])[start : start + count]
-
-    @property
-    def banned_ids(self) -> Sequence[int]:
-        """Ids that may not be sampled next: end and stop tokens until min_new_tokens are out."""
-        if self.output_count >= self.request.min_new_tokens:
-            return ()
-        return (*self.request.eos_ids, *self.request.stop_ids)
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """`count` tokens of a sequence's view, from its place `start` on. `samples`: the next token is sampled after it."""
-
-    sequence: SequenceState
-    start: int
-    count: int
-    samples: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """Chunks to run together, at most one per sequence, and sequences that ended before it."""
-
-    chunks: list[Chunk]
-    expired: list[Progress]
-
-    @property
-    def tokens(self) -> int:
-        return sum(chunk.count for chunk in self.chunks)
+    def drop(self, sequence: SequenceState) -> None:
+        """Take a sequence out again. Copies stay: at worst they fill a block that is written to before it is read."""
+        chunk = self.chunks.pop(sequence.request.key, None)
+        self.budget += chunk.count if chunk else 0
 
 
 class Scheduler:
@@ -111,41 +57,50 @@ class Scheduler:
     max_running      sequences that may hold blocks at once
     max_step_tokens  token budget of a step, at least max_running, so that every decode moves in every step
     native_window    the widest window of a model all of whose layers have one, so that older blocks can go; else 0
+    prefix_cache     whether computed blocks are kept for sequences that begin alike
     """
 
-    def __init__(self, pool: BlockPool, max_running: int, max_step_tokens: int, native_window: int = 0) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        max_running: int,
+        max_step_tokens: int,
+        native_window: int = 0,
+        *,
+        prefix_cache: bool = True,
+    ) -> None:
         if max_step_tokens < max_running:
             raise ValueError(f"max_step_tokens = {max_step_tokens} must be at least max_running = {max_running}")
         self.pool = pool
+        self.tables = BlockTables(pool, native_window, prefix_cache=prefix_cache)
         self.max_running = max_running
         self.max_step_tokens = max_step_tokens
-        self.native_window = native_window
         self.running: list[SequenceState] = []
-        """In the order of arrival."""
+        """In the order of rank."""
         self.waiting: list[SequenceState] = []
-        """In the order of arrival; the next to be admitted is the last, so that taking it is cheap."""
+        """In the order of rank; the next to be admitted is the last, so that taking it is cheap."""
         self.preemptions = 0
         self._by_key: dict[int, SequenceState] = {}
+        self._groups = Groups()
         self._arrivals = 0
-        self._expiries: list[tuple[float, int]] = []
+        self._expiries = Expiries()
 
-    def submit(self, request: Submit) -> None:
+    def submit(self, request: Submit, now: float = 0.0) -> None:
         """Queue a sequence. Raises ValueError where the whole pool could not hold its tokens or their window."""
-        tokens = [*request.prompt, *request.generated]
-        if not tokens or self._blocks_needed(request, len(tokens)) > self.pool.count:
-            raise ValueError(f"sequence {request.key} can never run: {len(tokens)} tokens, {self.pool.count} blocks")
-        fits = self._blocks_needed(request, request.max_length) <= self.pool.count
+        length, blocks = len(request.prompt) + len(request.generated), self.pool.count
+        if not request.prompt or self.tables.blocks_needed(request, length) > blocks:
+            raise ValueError(
+                f"sequence {request.key} can never run: {length} tokens in {blocks} blocks of {self.pool.block_size}"
+            )
+        fits = self.tables.blocks_needed(request, request.max_length) <= blocks
+        rank = (now - AGEING_SECONDS * request.priority, self._arrivals)
         max_length = request.max_length if fits else self.pool.token_capacity
-        sequence = SequenceState(request, self._arrivals, max_length, tokens)
+        sequence = SequenceState.of(request, rank, max_length, self.tables.new_chain(request))
         self._arrivals += 1
         self._by_key[request.key] = sequence
-        self.waiting.insert(0, sequence)
-        for at in (request.deadline, request.time_limit_at):
-            if at is not None:
-                heapq.heappush(self._expiries, (at, request.key))
-        if len(self._expiries) > 64 + 4 * len(self._by_key):  # most are of sequences that have ended long before
-            self._expiries = [(at, key) for at, key in self._expiries if key in self._by_key]
-            heapq.heapify(self._expiries)
+        self._groups.add(sequence)
+        insort(self.waiting, sequence, key=_last_first)
+        self._expiries.add(request, self._by_key)
 
     def abort(self, key: int) -> bool:
         """Forget a sequence in whatever state; False where it is unknown."""
@@ -162,171 +117,177 @@ class Scheduler:
     def schedule(self, now: float) -> Step:
         """Choose the next step's chunks and give them their blocks."""
         expired = self._expire(now)
-        planned: dict[int, Chunk] = {}
-        budget = self.max_step_tokens
+        draft = _Draft(self.max_step_tokens)
+        decodes: list[SequenceState] = []
+        prefills: list[SequenceState] = []
         for sequence in self.running:
-            self._move_window(sequence)
-        decodes = [sequence for sequence in self.running if sequence.pending == 1]
-        prefills = [sequence for sequence in self.running if sequence.pending > 1]
+            self.tables.move_window(sequence)
+            (decodes if sequence.pending == 1 else prefills).append(sequence)
         for sequence in decodes:
-            budget -= self._plan(sequence, budget, planned)
+            self._plan(sequence, draft, draft.budget)
         behind = len(prefills) + self._newcomers()
-        quantum = max(1, budget // QUANTUM_SHARE // max(1, behind - 1))
+        quantum = max(1, draft.budget // QUANTUM_SHARE // max(1, behind - 1))
         for sequence in prefills:
             behind -= 1
-            budget -= self._plan(sequence, max(1, budget - quantum * behind), planned)
-        while budget > 0 and self._may_admit():
-            sequence = self.waiting.pop()
-            self._move_window(sequence)
-            self.running.append(sequence)
+            self._plan(sequence, draft, max(1, draft.budget - quantum * behind))
+        for sequence in self._admitted(draft):
             behind -= 1
-            budget -= self._plan(sequence, max(1, budget - quantum * max(0, behind)), planned)
-        for chunk in planned.values():
+            self._plan(sequence, draft, max(1, draft.budget - quantum * max(0, behind)))
+        for chunk in draft.chunks.values():
             if chunk.sequence.first_scheduled_at is None:
                 chunk.sequence.first_scheduled_at = now
-        return Step(list(planned.values()), expired)
+        return Step(list(draft.chunks.values()), expired, draft.copies)
 
-    def complete(self, step: Step, sampled: Sequence[int | None]) -> list[Progress]:
-        """Book a step that has run; `sampled` holds one token, or None for non-finite logits, per sampling chunk."""
+    def complete(
+        self,
+        step: Step,
+        sampled: Sequence[Sampled],
+        prompt_logprobs: Mapping[int, list[TokenLogprob] | None] | None = None,
+    ) -> list[Progress]:
+        """Book a step that has run.
+
+        sampled          one per chunk that samples
+        prompt_logprobs  by key, one for each of a chunk's `scored` rows; None: they were not finite
+        """
         tokens = iter(sampled)
         progress = []
         for chunk in step.chunks:
             sequence = chunk.sequence
             sequence.computed = chunk.start + chunk.count
-            token = next(tokens) if chunk.samples else None
-            finished = self._finished(sequence, chunk, token)
-            if token is None and finished is None:
-                continue
-            if token is not None:
-                sequence.tokens.append(token)
-            progress.append(_progress(sequence, token, finished))
-            if finished is not None:
-                self._remove(sequence)
+            self.tables.publish(sequence)
+            outcome = next(tokens) if chunk.samples else None
+            scores = (prompt_logprobs or {}).get(sequence.request.key, [])
+            if scores is None:
+                outcome = Sampled(None)
+            else:
+                sequence.prompt_logprobs += scores
+                sequence.unscored -= len(chunk.scored)
+            end = finished(sequence, outcome)
+            if outcome is not None or end is not None:
+                progress.append(self._advance(sequence, outcome or Sampled(None), end))
         return progress
 
     def check_integrity(self) -> None:
-        """Raise RuntimeError where blocks are lost or shared, or a sequence is in two places."""
+        """Raise RuntimeError where blocks are lost or miscounted, or a sequence is in two places."""
         self.pool.check_integrity(sequence.held_blocks for sequence in self._by_key.values())
         places = sorted(sequence.request.key for sequence in self.running + self.waiting)
         if places != sorted(self._by_key):
             raise RuntimeError(f"sequences {sorted(self._by_key)} are queued as {places}")
+        if any(sequence.blocks for sequence in self.waiting):
+            raise RuntimeError("a waiting sequence holds blocks")
 
-    def _plan(self, sequence: SequenceState, budget: int, planned: dict[int, Chunk]) -> int:
-        """Add the sequence's chunk to the plan -> tokens spent, less those of sequences it pushed out of the plan."""
-        if budget <= 0 or sequence not in self.running:
-            return 0
-        spent = 0
-        while self._room(sequence) < 1:
-            victim = self.running[-1]
-            chunk = planned.pop(victim.request.key, None)
-            spent -= chunk.count if chunk else 0
-            self._preempt(victim)
-            if victim is sequence:
-                return spent
-        count = min(sequence.pending, budget, self._room(sequence))
-        missing = self.pool.blocks_for(sequence.computed + count) - len(sequence.blocks)
-        sequence.blocks += self.pool.allocate(max(0, missing))
-        samples = count == sequence.pending and sequence.request.max_new_tokens > 0
-        planned[sequence.request.key] = Chunk(sequence, sequence.computed, count, samples)
-        return spent + count
+    def _plan(self, sequence: SequenceState, draft: _Draft, most: int) -> None:
+        """Add at most `most` tokens of a running sequence to the step.
 
-    def _room(self, sequence: SequenceState) -> int:
-        """Tokens that the sequence can compute in the blocks it holds and those that are free.
-
-        A chunk shrinks to this rather than push others out: they make room only where there is none for one token.
+        A chunk shrinks to the room there is rather than push others out: they go only where there is none for one
+        token, and the sequence itself goes where it has the worst rank.
         """
-        return (len(sequence.blocks) + self.pool.free) * self.pool.block_size - sequence.computed
+        if draft.budget <= 0 or sequence not in self.running:
+            return
+        while (room := self.tables.room(sequence)) < 1:
+            victim = self.running[-1]
+            self._preempt(victim, draft)
+            if victim is sequence:
+                return
+        start, pending = sequence.computed, sequence.pending
+        count = min(pending, most, draft.budget, room)
+        draft.copies += self.tables.grow(sequence, count)
+        last = count == pending and sequence.length == len(sequence.tokens)
+        scored = range(0)
+        if sequence.unscored:
+            first, end = sequence.scored - sequence.offset, len(sequence.request.prompt) - 1 - sequence.offset
+            scored = range(max(start, first), max(start, first, min(start + count, end)))
+        draft.add(Chunk(sequence, start, count, last and sequence.request.max_new_tokens > 0, scored))
 
-    def _blocks_needed(self, request: Submit, length: int) -> int:
-        return request.context.blocks_needed(length, self.pool.block_size, self.native_window)
+    def _admitted(self, draft: _Draft) -> Iterator[SequenceState]:
+        """Waiting sequences that start now, the best-ranked first. Each is planned before the next one is looked for.
 
-    def _move_window(self, sequence: SequenceState) -> None:
-        """Let the window follow the sequence's last token: move a re-encoded view, or free what has rolled out."""
-        context = sequence.request.context
-        offset = context.offset(len(sequence.tokens) - 1)
-        if offset != sequence.offset:
-            sequence.offset = offset
-            if sequence.freed:
-                self._release(sequence)
-                sequence.computed = 0
-            # The sinks keep their positions and see only each other, so they stay as they are.
-            sequence.computed = min(sequence.computed, context.sinks)
-        kept_from, sinks = context.first_kept(sequence.computed), context.sinks
-        if self.native_window:
-            kept_from, sinks = max(kept_from, sequence.computed - self.native_window + 1), 0
-        begin = self.pool.blocks_for(sinks) + sequence.freed
-        passed = slice(begin, min(kept_from // self.pool.block_size, len(sequence.blocks)))
-        if passed.start < passed.stop:
-            count = passed.stop - passed.start
-            self.pool.release(sequence.blocks[passed])
-            sequence.blocks[passed] = [FREED] * count
-            sequence.freed += count
+        One starts only where all it has to compute fits, so that it is not pushed out at once. It is not overtaken by
+        smaller ones behind it: it would wait for ever.
+        """
+        while draft.budget > 0 and (sequence := self._next_waiting()) is not None:
+            self._make_way(sequence, draft)
+            start = self._find_start(sequence)
+            if not self._fits(sequence, start):
+                return
+            self.waiting.remove(sequence)
+            self.tables.begin(sequence, start)
+            insort(self.running, sequence, key=_rank)
+            yield sequence
+            if sequence not in self.running:
+                return
 
     def _newcomers(self) -> int:
-        """Waiting sequences that could join this step."""
-        return min(len(self.waiting), self.max_running - len(self.running)) if self._may_admit() else 0
+        """Waiting sequences that could join this step, about."""
+        places = min(len(self.waiting), self.max_running - len(self.running))
+        sequence = self._next_waiting() if places > 0 else None
+        return places if sequence is not None and self._fits(sequence, self._find_start(sequence)) else 0
 
-    def _may_admit(self) -> bool:
-        """The next waiting sequence starts only where all it has to compute fits, so that it is not pushed out at once.
+    def _next_waiting(self) -> SequenceState | None:
+        """The best-ranked sequence that need not wait for another of its group to compute their common prompt."""
+        return next((sequence for sequence in reversed(self.waiting) if not self._groups.awaits(sequence)), None)
 
-        It is not overtaken by smaller ones behind it: it would wait for ever.
-        """
-        if not self.waiting or len(self.running) >= self.max_running:
-            return False
-        sequence = self.waiting[-1]
-        return self._blocks_needed(sequence.request, len(sequence.tokens)) <= self.pool.free
+    def _find_start(self, sequence: SequenceState) -> Start:
+        self.tables.move_window(sequence)
+        return self.tables.find_start(sequence, self._groups.siblings(sequence))
 
-    def _preempt(self, sequence: SequenceState) -> None:
-        """Take all blocks away; the sequence waits at the front, for whatever runs is older than whatever waits."""
-        self._release(sequence)
-        sequence.computed = 0
+    def _fits(self, sequence: SequenceState, start: Start) -> bool:
+        return len(self.running) < self.max_running and self.tables.fits(sequence, start)
+
+    def _make_way(self, sequence: SequenceState, draft: _Draft) -> None:
+        """Push out running sequences of lower priority and worse rank, if that lets a waiting one start."""
+        victims = [
+            other
+            for other in self.running
+            if other.request.priority < sequence.request.priority and _rank(other) > _rank(sequence)
+        ]
+        if not victims:
+            return
+        held = Counter(block for victim in victims for block in victim.held_blocks)
+        gained = sum(count == self.pool.references(block) for block, count in held.items())
+        if self.tables.missing_blocks(sequence, self._find_start(sequence)) > self.pool.available + gained:
+            return
+        while victims and not self._fits(sequence, self._find_start(sequence)):
+            self._preempt(victims.pop(), draft)
+
+    def _preempt(self, sequence: SequenceState, draft: _Draft) -> None:
+        """Take all blocks away; the sequence waits again, at its old rank."""
+        draft.drop(sequence)
+        self.tables.release(sequence)
         sequence.preemptions += 1
         self.preemptions += 1
         self.running.remove(sequence)
-        self.waiting.append(sequence)
+        insort(self.waiting, sequence, key=_last_first)
 
     def _expire(self, now: float) -> list[Progress]:
         expired = []
-        while self._expiries and self._expiries[0][0] <= now:
-            _, key = heapq.heappop(self._expiries)
-            sequence = self._by_key.get(key)
-            if sequence is None:
-                continue
-            deadline = sequence.request.deadline
-            kind: FinishKind = "deadline" if deadline is not None and deadline <= now else "time_limit"
-            self._remove(sequence)
-            expired.append(_progress(sequence, None, Finished(kind)))
+        for key, kind in self._expiries.due(now):
+            if (sequence := self._by_key.get(key)) is not None:
+                self._remove(sequence)
+                expired.append(sequence.progress(None, Finished(kind)))
         return expired
 
     def _remove(self, sequence: SequenceState) -> None:
         del self._by_key[sequence.request.key]
         (self.running if sequence in self.running else self.waiting).remove(sequence)
-        self._release(sequence)
+        self._groups.remove(sequence)
+        self.tables.release(sequence)
 
-    def _release(self, sequence: SequenceState) -> None:
-        self.pool.release(sequence.held_blocks)
-        sequence.blocks = []
-        sequence.freed = 0
-
-    def _finished(self, sequence: SequenceState, chunk: Chunk, token: int | None) -> Finished | None:
-        """Whether the sequence ends with this token, and why. Tokens that end it win over the limits they reach."""
-        request = sequence.request
-        if not chunk.samples:
-            done = request.max_new_tokens == 0 and sequence.pending == 0
-            return Finished("max_new_tokens") if done else None
-        if token is None:
-            return Finished("non_finite")
-        if token in request.eos_ids:
-            return Finished("eos", token)
-        if token in request.stop_ids:
-            return Finished("stop_token", token)
-        if sequence.output_count + 1 >= request.max_new_tokens:
-            return Finished("max_new_tokens")
-        if len(sequence.tokens) + 1 >= sequence.max_length:
-            return Finished("context_full")
-        return None
+    def _advance(self, sequence: SequenceState, outcome: Sampled, end: Finished | None) -> Progress:
+        """Append the token, if there is one, and end the sequence, if it has."""
+        if outcome.token is not None:
+            sequence.tokens.append(outcome.token)
+        progress = sequence.progress(outcome.token, end, outcome.logprob)
+        if end is not None:
+            if end.kind == "non_finite":
+                self.tables.withdraw(sequence)
+            self._remove(sequence)
+        return progress
 
 
-def _progress(sequence: SequenceState, token: int | None, finished: Finished | None) -> Progress:
-    first = sequence.first_scheduled_at
-    return Progress(sequence.request.key, token, finished, first, sequence.preemptions)
+def _rank(sequence: SequenceState) -> tuple[float, int]:
+    return sequence.rank
+
+
+def _last_first(sequence: SequenceState) -> tuple[float, int]:
+    return -sequence.rank[0], -sequence.rank[1]

@@ -11,10 +11,13 @@ import torch
 from pellucid_model.attention import ReferenceAttend
 from pellucid_model.decoder import Decoder
 from pellucid_model.kernels import library
+from pellucid_model.tokenizers import load_tokenizer
+from pellucid_server.engine.choosing import Chooser
+from pellucid_server.engine.constraint_states import Constraints
 from pellucid_server.engine.loading import Loaded, load
-from pellucid_server.engine.messages import Configure, Sampling, Submit
-from pellucid_server.engine.sampler import Sampler, SamplerRow
+from pellucid_server.engine.messages import Configure, Sampling, Submit, TokenLogprob
 from pellucid_server.engine.scheduler import Scheduler
+from pellucid_server.engine.sequence import Chunk, Step
 from pellucid_server.kv.blocks import BlockPool
 
 GREEDY = Sampling(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
@@ -54,51 +57,105 @@ def submission(key: int, prompt: list[int], new: int, **changes: Any) -> Submit:
 
 @dataclass
 class Stepper:
-    """Runs submissions to their end and remembers what the model said."""
+    """Runs submissions to their end and remembers what the model said. By default every run meets an empty cache."""
 
     loaded: Loaded
+    chooser: Chooser
     max_running: int = 8
     max_step_tokens: int = 64
     logits: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+    """By key: the row behind each token that was sampled, and the last one where it was not finite."""
+    prompt_logits: dict[int, dict[int, torch.Tensor]] = field(default_factory=dict)
+    """By key and prompt token: the row that foretold it, where prompt_logprobs were asked for."""
     tokens: dict[int, list[int]] = field(default_factory=dict)
+    logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)
+    """By key: one for each token, where output_logprobs were asked for."""
     ends: dict[int, str] = field(default_factory=dict)
-    batch_sizes: list[int] = field(default_factory=list)
-    preemptions: int = 0
+    cached: dict[int, int] = field(default_factory=dict)
+    """By key: prompt tokens that were found in the cache."""
+    steps: list[Step] = field(default_factory=list)
+    scheduler: Scheduler | None = None
+    """The last run's."""
 
     @staticmethod
     def of(checkpoint: Path, **changes: Any) -> Stepper:
         wanted = configure(checkpoint, **changes)
-        return Stepper(load(wanted), wanted.max_running, wanted.max_step_tokens)
+        loaded = load(wanted)
+        vocab_size = wanted.tokenizer_size or loaded.ready.vocab_size
+        constraints = Constraints(lambda: load_tokenizer(checkpoint), vocab_size)
+        chooser = Chooser(vocab_size, constraints, library.load_library())
+        return Stepper(loaded, chooser, wanted.max_running, wanted.max_step_tokens)
 
-    def run(self, *requests: Submit, max_step_tokens: int = 0, blocks: int = 0, gap: int = 0) -> Stepper:
-        """Run to the end; a request joins every `gap` steps (0: all at once), within `blocks` blocks (0: all)."""
-        pool = self.loaded.pool
-        if blocks:
-            pool = BlockPool(blocks, pool.block_size)
-        window = self.loaded.ready.native_window
-        scheduler = Scheduler(pool, self.max_running, max_step_tokens or self.max_step_tokens, window)
-        sampler = Sampler(self.loaded.ready.vocab_size, library.load_library())
-        self.logits, self.tokens, self.ends, self.batch_sizes = {}, {}, {}, []
-        coming, steps = list(requests), 0
-        while coming or not scheduler.idle:
-            while coming and (gap == 0 or steps >= gap * (len(requests) - len(coming)) or scheduler.idle):
-                scheduler.submit(coming.pop(0))
-            step = scheduler.schedule(0.0)
-            steps += 1
-            self.batch_sizes.append(len(step.chunks))
-            logits = self.loaded.runner.run(step)
-            sampling = [chunk.sequence for chunk in step.chunks if chunk.samples]
-            rows = [SamplerRow(s.request.sampling, tuple(s.banned_ids), s.output_count) for s in sampling]
-            for sequence, row in zip(sampling, logits, strict=True):
-                self.logits.setdefault(sequence.request.key, []).append(row.clone())
-            for progress in scheduler.complete(step, sampler.sample(logits, rows) if rows else []):
-                if progress.token is not None:
-                    self.tokens.setdefault(progress.key, []).append(progress.token)
-                if progress.finished is not None:
-                    self.ends[progress.key] = progress.finished.kind
-            scheduler.check_integrity()
-        self.preemptions = scheduler.preemptions
+    @property
+    def preemptions(self) -> int:
+        return self.scheduler.preemptions if self.scheduler is not None else 0
+
+    @property
+    def batch_sizes(self) -> list[int]:
+        return [len(step.chunks) for step in self.steps]
+
+    def run(
+        self,
+        *requests: Submit,
+        max_step_tokens: int = 0,
+        blocks: int = 0,
+        gap: int = 0,
+        warm: bool = False,
+        abort_after: int = -1,
+        prefix_cache: bool = True,
+    ) -> Stepper:
+        """Run to the end.
+
+        gap          a request joins every so many steps; 0: all at once
+        blocks       size of the pool; 0: the engine's
+        warm         go on with the cache, pool and scheduler of the last run
+        abort_after  abort everything after so many steps; -1: never
+        """
+        if not warm or self.scheduler is None:
+            pool = BlockPool(blocks or self.loaded.pool.count, self.loaded.pool.block_size)
+            window, budget = self.loaded.ready.native_window, max_step_tokens or self.max_step_tokens
+            self.scheduler = Scheduler(pool, self.max_running, budget, window, prefix_cache=prefix_cache)
+        self._forget()
+        coming = list(requests)
+        while coming or not self.scheduler.idle:
+            steps = len(self.steps)
+            while coming and (gap == 0 or steps >= gap * (len(requests) - len(coming)) or self.scheduler.idle):
+                self.scheduler.submit(coming.pop(0))
+            if steps == abort_after:
+                for request in requests:
+                    self.scheduler.abort(request.key)
+                self.scheduler.check_integrity()
+                break
+            self._step(self.scheduler)
         return self
+
+    def _forget(self) -> None:
+        self.logits, self.prompt_logits, self.tokens, self.logprobs = {}, {}, {}, {}
+        self.ends, self.cached, self.steps = {}, {}, []
+
+    def _step(self, scheduler: Scheduler) -> None:
+        step = scheduler.schedule(0.0)
+        self.steps.append(step)
+        sampling = [chunk.sequence for chunk in step.chunks if chunk.samples]
+        self.chooser.begin(sampling)
+        logits = self.loaded.runner.run(step, self._keep_prompt_logits)
+        for sequence, row in zip(sampling, logits, strict=True):
+            self.logits.setdefault(sequence.request.key, []).append(row.clone())
+        for progress in scheduler.complete(step, self.chooser.choose(sampling, logits)):
+            self.cached[progress.key] = progress.cached_tokens
+            if progress.token is not None:
+                self.tokens.setdefault(progress.key, []).append(progress.token)
+            if progress.logprob is not None:
+                self.logprobs.setdefault(progress.key, []).append(progress.logprob)
+            if progress.finished is not None:
+                self.ends[progress.key] = progress.finished.kind
+        scheduler.check_integrity()
+
+    def _keep_prompt_logits(self, chunk: Chunk, first: int, logits: torch.Tensor) -> None:
+        rows = self.prompt_logits.setdefault(chunk.sequence.request.key, {})
+        for target, row in enumerate(logits, start=first):
+            assert target not in rows, "scored twice"
+            rows[target] = row.clone()
 
 
 def reference_logits(model: Decoder, tokens: list[int]) -> torch.Tensor:
@@ -107,3 +164,9 @@ def reference_logits(model: Decoder, tokens: list[int]) -> torch.Tensor:
     with torch.no_grad():
         hidden = model(torch.tensor(tokens), positions, ReferenceAttend([len(tokens)], positions))
         return model.logits(hidden)
+
+
+def poison(stepper: Stepper, token: int) -> None:
+    """Make the token's embedding NaN. Weights are looked through when they are loaded, so it is done afterwards."""
+    with torch.no_grad():
+        stepper.loaded.runner._model.embedding.weight[token] = float("nan")  # type: ignore[attr-defined]

@@ -1,0 +1,136 @@
+"""Chooses the next token of every sequence that is due in a step, with all that its request says about it.
+
+In: sequences, before the step's forward pass (`begin`), then their logits (`choose`). Out: a Sampled for each. What is
+kept of a sequence from step to step, its history and its place in its constraint, follows from its request and tokens
+alone, so a sequence that is preempted or carried over to a new engine goes on as if nothing had been.
+
+While the model runs, the constraints' bits are computed beside it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+from torch import Tensor
+
+from pellucid_server.engine.adjustments import Adjustments
+from pellucid_server.engine.constraint_states import Constraints, ConstraintState
+from pellucid_server.engine.logprobs import Logprobs
+from pellucid_server.engine.messages import FinishKind, TokenLogprob
+from pellucid_server.engine.sampler import Sampler, SamplerRow
+from pellucid_server.engine.sequence import Sampled, SequenceState
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Memory:
+    """What is kept of a sequence."""
+
+    adjustments: Adjustments | None
+    constraint: ConstraintState | None
+
+
+class Chooser:
+    """Chooses tokens. `vocab_size`: ids from here on are never chosen; the rest as for Sampler."""
+
+    def __init__(
+        self, vocab_size: int, constraints: Constraints, library: ctypes.CDLL | None = None, threads: int = 1
+    ) -> None:
+        self.constraints = constraints
+        self.logprobs = Logprobs(vocab_size, library, threads)
+        self._sampler = Sampler(vocab_size, library, threads)
+        self._vocab_size = vocab_size
+        self._memories: WeakKeyDictionary[SequenceState, _Memory] = WeakKeyDictionary()
+        self._computing: Future[None] | None = None
+
+    def begin(self, sequences: Sequence[SequenceState]) -> None:
+        """Catch up with the sequences' tokens, and compute beside the caller which ids their constraints permit."""
+        constrained = []
+        for sequence in sequences:
+            memory = self._memories.get(sequence)
+            if memory is None:
+                memory = self._memories[sequence] = self._remember(sequence)
+            if memory.adjustments is not None:
+                memory.adjustments.follow(sequence.tokens)
+            if memory.constraint is not None:
+                memory.constraint.follow(sequence.tokens)
+                constrained.append(memory.constraint)
+        self._computing = self.constraints.compute(constrained) if constrained else None
+
+    def choose(self, sequences: Sequence[SequenceState], logits: Tensor) -> list[Sampled]:
+        """One Sampled for each sequence that `begin` was told of, in the same order.
+
+        logits  [R, V], float32 on the CPU
+        """
+        if not sequences:
+            return []
+        if self._computing is not None:
+            self._computing.result()
+        tokens = self._sampler.sample(logits, [self._row(sequence) for sequence in sequences])
+        logprobs = self._read(sequences, tokens, logits)
+        return [
+            Sampled(None, end=self._end_without_token(sequence, logits[row, : self._vocab_size]))
+            if token is None
+            else Sampled(token, logprobs[row], self._end_with(sequence, token))
+            for row, (sequence, token) in enumerate(zip(sequences, tokens, strict=True))
+        ]
+
+    def _remember(self, sequence: SequenceState) -> _Memory:
+        request = sequence.request
+        adjustments = Adjustments.of(request.sampling, request.prompt)
+        if request.constraint is None:
+            return _Memory(adjustments, None)
+        end_ids = (*request.eos_ids, *request.stop_ids)
+        return _Memory(adjustments, self.constraints.new_state(request.constraint, len(request.prompt), end_ids))
+
+    def _row(self, sequence: SequenceState) -> SamplerRow:
+        memory = self._memories[sequence]
+        return SamplerRow(
+            sampling=sequence.request.sampling,
+            banned=tuple(sequence.banned_ids),
+            output_index=sequence.output_count,
+            sequence_index=sequence.request.sequence_index,
+            adjustments=memory.adjustments,
+            permitted=memory.constraint.permitted if memory.constraint is not None else None,
+        )
+
+    def _end_with(self, sequence: SequenceState, token: int) -> FinishKind | None:
+        """Whether the constraint ends the output with this token, which it takes note of."""
+        constraint, request = self._memories[sequence].constraint, sequence.request
+        if constraint is None or token in request.eos_ids or token in request.stop_ids:
+            return None
+        constraint.accept(token)
+        return "constraint_done" if constraint.exhausted and constraint.accepting else None
+
+    def _end_without_token(self, sequence: SequenceState, row: Tensor) -> FinishKind:
+        """Why no token could be chosen by `row` [V]: there is no distribution, or the request leaves no id of it."""
+        constraint = self._memories[sequence].constraint
+        if not bool((row < float("inf")).all() and (row > float("-inf")).any()):
+            return "non_finite"
+        if constraint is not None and constraint.accepting:
+            return "constraint_done"
+        fault = constraint.fault if constraint is not None else ""
+        _log.warning("a sequence ends, because its request leaves no token that may follow%s", fault and f": {fault}")
+        return "no_token"
+
+    def _read(
+        self, sequences: Sequence[SequenceState], tokens: Sequence[int | None], logits: Tensor
+    ) -> list[TokenLogprob | None]:
+        """The tokens' log-probabilities, where they are asked for."""
+        read: list[TokenLogprob | None] = [None] * len(tokens)
+        asked = [
+            (row, token, sequence.request.output_logprobs)
+            for row, (sequence, token) in enumerate(zip(sequences, tokens, strict=True))
+            if token is not None and sequence.request.output_logprobs is not None
+        ]
+        if asked:
+            rows, ids, wishes = (list(column) for column in zip(*asked, strict=True))
+            for row, entry in zip(rows, self.logprobs.read(logits[rows], ids, wishes), strict=True):
+                read[row] = entry
+        return read

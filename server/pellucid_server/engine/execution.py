@@ -1,0 +1,53 @@
+"""A step, from its chunks to tokens: the model runs, and for each row that is due a token is sampled and looked up.
+
+In: a Step. Out: what was sampled, and log-probabilities of prompt tokens. Between two steps nothing is kept here; what
+a sequence has come to is its own state.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from pellucid_server.engine.choosing import Chooser
+from pellucid_server.engine.messages import TokenLogprob
+from pellucid_server.engine.runner import ModelRunner
+from pellucid_server.engine.sequence import Chunk, Sampled, SequenceState, Step
+
+PromptLogprobs = dict[int, list[TokenLogprob] | None]
+"""By the sequence's key, in the order of its tokens; None where a row was not finite."""
+
+
+@dataclass(frozen=True)
+class Executor:
+    """Runs steps."""
+
+    runner: ModelRunner
+    chooser: Chooser
+
+    def execute(self, step: Step) -> tuple[list[Sampled], PromptLogprobs]:
+        """One Sampled for each chunk that samples, and the log-probabilities of the prompt tokens that are scored."""
+        if not step.chunks:
+            return [], {}
+        scores: PromptLogprobs = {}
+
+        def score(chunk: Chunk, first: int, logits: Tensor) -> None:
+            key = chunk.sequence.request.key
+            so_far, read = scores.get(key, []), self._foretold(chunk.sequence, first, logits)
+            scores[key] = None if so_far is None or read is None else so_far + read
+
+        due = [chunk.sequence for chunk in step.chunks if chunk.samples]
+        self.chooser.begin(due)
+        logits = self.runner.run(step, score)
+        return self.chooser.choose(due, logits) if due else [], scores
+
+    def _foretold(self, sequence: SequenceState, first: int, logits: Tensor) -> list[TokenLogprob] | None:
+        """Log-probabilities of the tokens from `first` on by `logits` [rows, V]; None where a row is not finite."""
+        wish = sequence.request.prompt_logprobs
+        if wish is None:
+            return []
+        tokens = sequence.tokens[first : first + len(logits)]
+        read = self.chooser.logprobs.read(logits, tokens, [wish] * len(tokens))
+        finite = [entry for entry in read if entry is not None]
+        return finite if len(finite) == len(read) else None
