@@ -1,4 +1,4 @@
-"""The buffer between a request's progress and its stream: what has arrived since the last write, as one delta.
+"""The buffer between a request's progress and its stream: what has arrived since the last write, sequence by sequence.
 
 Tokens come in from the engine's reader, which never waits; the stream's writer takes everything at once when it can
 write. So a slow reader gets fewer, larger messages, and the buffer tells when it is too slow.
@@ -9,6 +9,13 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass, field
+
+from pellucid_server.ends import End
+from pellucid_server.engine.messages import TokenLogprob
+
+TOKEN_BYTES = 4
+LOGPROB_BYTES = 24
+"""Of a log-probability with its token, roughly; and of each alternative."""
 
 
 @dataclass(frozen=True)
@@ -33,12 +40,37 @@ class DeliveryRules:
 
 
 @dataclass
-class Batch:
-    """What one message carries."""
+class Output:
+    """What is new of one sequence."""
 
     token_ids: list[int] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    end: End | None = None
     token_count: int = 0
+    """With `end`: tokens of the whole sequence."""
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+    @property
+    def has_content(self) -> bool:
+        return bool(self.token_ids or self.texts or self.logprobs)
+
+
+@dataclass
+class Batch:
+    """What one message carries."""
+
+    outputs: dict[int, Output] = field(default_factory=dict)
+    """By sequence index; those that have something new."""
+    token_count: int = 0
+    byte_count: int = 0
+    has_end: bool = False
+
+    def output(self, index: int) -> Output:
+        return self.outputs.setdefault(index, Output())
 
 
 class Outbox:
@@ -48,25 +80,44 @@ class Outbox:
         self._rules = rules
         self._patience = patience
         self._pending = Batch()
-        self._bytes = 0
+        self._held = False
         self._first_sent = False
         self._closed = False
         self._ready = asyncio.Event()
         self._write_began: float | None = None
         self._writer: asyncio.Task[object] | None = None
 
-    def add(self, token_id: int | None, text: str) -> None:
-        """A step's outcome for the request: at most one token, and the text it completed."""
+    def add(self, token_id: int | None, text: str, *, index: int = 0, logprob: TokenLogprob | None = None) -> None:
+        """A step's outcome for a sequence: at most one token, and the text it completed."""
+        pending = self._pending
+        output = pending.output(index)
         if token_id is not None:
-            self._pending.token_count += 1
+            pending.token_count += 1
             if self._rules.with_token_ids:
-                self._pending.token_ids.append(token_id)
-                self._bytes += 4
+                output.token_ids.append(token_id)
+                pending.byte_count += TOKEN_BYTES
+        if logprob is not None:
+            output.logprobs.append(logprob)
+            pending.byte_count += LOGPROB_BYTES * (1 + len(logprob.alternatives))
         if text and self._rules.with_text:
-            self._pending.texts.append(text)
-            self._bytes += len(text.encode())
-        if self._is_due():
-            self._ready.set()
+            output.texts.append(text)
+            pending.byte_count += len(text.encode())
+        self._wake_if_due()
+
+    def end(self, index: int, end: End, token_count: int) -> None:
+        """A sequence is over."""
+        output = self._pending.output(index)
+        output.end, output.token_count = end, token_count
+        self._pending.has_end = True
+        self._wake_if_due()
+
+    def hold(self) -> None:
+        """No message may go before `release`: something belongs into the first one that has not come yet."""
+        self._held = True
+
+    def release(self) -> None:
+        self._held = False
+        self._wake_if_due()
 
     def close(self) -> None:
         """Nothing more comes; what pends may go."""
@@ -80,7 +131,6 @@ class Outbox:
     def take(self) -> Batch:
         """Everything that pends. The write of it begins now and lasts until `written`."""
         batch, self._pending = self._pending, Batch()
-        self._bytes = 0
         self._first_sent = True
         if not self._closed:
             self._ready.clear()
@@ -100,12 +150,16 @@ class Outbox:
         """Whether the reader is so slow that the request should end."""
         if self._write_began is None:
             return False
-        return self._bytes > self._patience.bytes and now - self._write_began > self._patience.seconds
+        return self._pending.byte_count > self._patience.bytes and now - self._write_began > self._patience.seconds
+
+    def _wake_if_due(self) -> None:
+        if self._is_due():
+            self._ready.set()
 
     def _is_due(self) -> bool:
-        if self._rules.final_only or not self._pending.token_count:
+        pending = self._pending
+        if self._rules.final_only or self._held or not (pending.token_count or pending.has_end):
             return False
-        if not self._first_sent:
+        if not self._first_sent or pending.has_end:
             return True
-        has_content = bool(self._pending.token_ids or self._pending.texts)
-        return has_content and self._pending.token_count >= self._rules.min_tokens
+        return pending.byte_count > 0 and pending.token_count >= self._rules.min_tokens

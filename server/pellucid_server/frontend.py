@@ -18,7 +18,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pellucid_model.tokenizers import Tokenizer, TokenizerError, load_tokenizer
+from pellucid_model.tokenizers import Tokenizer, TokenizerError, load_chat_template, load_tokenizer
+from pellucid_server.chat import ChatPrompter
 from pellucid_server.checkpoint_info import CheckpointInfo
 from pellucid_server.delivery import Patience
 from pellucid_server.engine.messages import Configure, Ready, StepDone
@@ -72,6 +73,7 @@ class Frontend:
         self._ready: Ready | None = None
         self._tokenizer: Tokenizer | None = None
         self._longest_token = 0
+        self._chat: ChatPrompter | None = None
         self._link = EngineLink(self, package.engine_command, settings.engine_timeout_seconds)
         self._metrics = Metrics(package.checkpoint.name, lambda: self._link.pid)
         self._readiness = Readiness()
@@ -80,7 +82,7 @@ class Frontend:
         max_live = settings.max_running + settings.max_queue
         patience = Patience(settings.slow_reader_seconds, settings.slow_reader_bytes)
         self._table = RequestTable(self._link, self._readiness, self._metrics, max_live, patience, settings.max_running)
-        self._pool = TextPool(max_live)
+        self._pool, self._checks = TextPool(max_live), TextPool(max_live)
         self._health = Health(self._readiness, SERVICES)
         self._security = read_security(settings)
         self._callers = Callers(self._security.tokens)
@@ -116,6 +118,7 @@ class Frontend:
             with contextlib.suppress(asyncio.CancelledError, StartError):
                 await engine
             self._pool.close()
+            self._checks.close()
 
     # Engine events; see engine_link.EngineEvents.
 
@@ -142,7 +145,9 @@ class Frontend:
         self._metrics.engine.restarts[reason].inc()
 
     def _served_model(self, ready: Ready) -> ServedModel:
-        return served_model(self._settings, self._package.checkpoint, self._tokenizer, self._longest_token, ready)
+        return served_model(
+            self._settings, self._package.checkpoint, self._tokenizer, self._longest_token, ready, self._chat
+        )
 
     def _handlers(self) -> dict[str, Methods]:
         info = ServerService(
@@ -155,7 +160,7 @@ class Frontend:
             started_at=self._started_at,
         )
         services: tuple[Service, ...] = (
-            InferenceService(self._directory, self._table, self._pool),
+            InferenceService(self._directory, self._table, self._pool, self._checks),
             TokenizerService(self._directory, self._pool),
             ModelService(self._directory),
             info,
@@ -165,8 +170,9 @@ class Frontend:
     async def _start_engine(self) -> None:
         """The tokenizer first, so that a bad one is told before the model's long load."""
         try:
-            self._tokenizer = await asyncio.to_thread(load_tokenizer, self._package.checkpoint.folder)
+            self._tokenizer = await asyncio.to_thread(load_tokenizer, self._package.checkpoint.files)
             self._longest_token = await asyncio.to_thread(_longest_token, self._tokenizer)
+            self._chat = await asyncio.to_thread(_chat_prompter, self._package.checkpoint.files, self._tokenizer)
         except TokenizerError as error:
             raise StartError(str(error)) from None
         await self._link.run(_configure(self._package, self._tokenizer))
@@ -240,6 +246,18 @@ def _longest_token(tokenizer: Tokenizer | None) -> int:
     return max((len(tokenizer.token_bytes(token_id)) for token_id in range(tokenizer.vocab_size)), default=0)
 
 
+def _chat_prompter(checkpoint: Path, tokenizer: Tokenizer | None) -> ChatPrompter | None:
+    """None where there is no chat template, no tokenizer for it, or, with a warning, one that is not valid."""
+    template = load_chat_template(checkpoint)
+    if template is None or tokenizer is None:
+        return None
+    try:
+        return ChatPrompter(template, tokenizer)
+    except ValueError as error:
+        log(logging.WARNING, f"the chat template cannot be used, and chat is refused: {error}")
+        return None
+
+
 def _resolved(module: str | None) -> str:
     """FILE.py:CLASS with the file's whole path, "" for none."""
     if module is None:
@@ -254,8 +272,10 @@ def _configure(package: Package, tokenizer: Tokenizer | None) -> Configure:
         checkpoint=str(package.checkpoint.folder.resolve()),
         device=settings.device,
         dtype=settings.dtype,
+        quantize=settings.quantize,
         kv_cache_memory=settings.kv_cache_memory,
         kv_block_size=settings.kv_block_size,
+        prefix_cache=settings.prefix_cache,
         max_context=settings.max_context,
         max_running=settings.max_running,
         max_step_tokens=settings.max_step_tokens,

@@ -27,6 +27,7 @@ STEP_BUCKETS = tuple(2**e for e in range(15))
 SLIDING_POLICIES = ("roll", "reencode")
 FINISH_REASONS = (
     *("eos", "stop_token", "stop_string", "max_new_tokens", "context_full", "time_limit", "cancelled"),
+    *("constraint_done", "no_token"),
     *("client_cancelled", "deadline", "slow_consumer", "engine_down", "non_finite_logits", "shutdown", "engine_error"),
 )
 REJECTION_REASONS = (
@@ -39,6 +40,13 @@ CANCELLATION_CAUSES = ("client", "deadline", "shutdown")
 COMMIT_VARIABLE = "PELLUCID_COMMIT"
 """Environment variable in which an image may say what it was built from."""
 STEP_PHASES = ("prefill", "decode", "mixed")
+TOTALS = {
+    "preemptions_total": ("preemptions", "Times a sequence gave up its KV blocks"),
+    "prefill_tokens_total": ("prefill_tokens", "Prompt and recomputed tokens run through the model"),
+    "prefix_queried_tokens_total": ("prefix_cache_queried_tokens", "Prompt tokens looked up in the cache"),
+    "prefix_hit_tokens_total": ("prefix_cache_hit_tokens", "Prompt tokens found in the cache"),
+}
+"""Fields of Stats that count from the engine's start, with the counters they feed."""
 
 
 class Metrics:
@@ -121,7 +129,7 @@ class EngineMetrics:
     def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
         self._registry = registry
         self._model = model_name
-        self._totals = (0, 0)
+        self._last: Stats | None = None
         self.up = Gauge("pellucid_engine_up", "1 while the engine process is ready", registry=registry)
         restarts = Counter("pellucid_engine_restarts", "Engines lost and started again", ["reason"], registry=registry)
         self.restarts = {reason: restarts.labels(reason) for reason in RESTART_REASONS}
@@ -136,21 +144,16 @@ class EngineMetrics:
         self._batch_size = _histogram(registry, model_name, "step_batch_size", "Sequences per step", STEP_BUCKETS)
         self._step_tokens = _histogram(registry, model_name, "step_tokens", "Tokens computed per step", STEP_BUCKETS)
         blocks = Gauge("pellucid_kv_cache_blocks", "KV blocks by state", ["model_name", "state"], registry=registry)
-        self._used_blocks, self._free_blocks = (blocks.labels(model_name, state) for state in ("used", "free"))
+        self._blocks = {state: blocks.labels(model_name, state) for state in ("used", "cached", "free")}
         self._block_limit = _gauge(registry, model_name, "kv_cache_blocks_limit", "KV blocks in all")
         self._usage = _gauge(registry, model_name, "kv_cache_usage_ratio", "Used share of the KV blocks, 0 to 1")
         self._last_step = _gauge(
             registry, model_name, "engine_last_step_timestamp_seconds", "Unix time of the last message from the engine"
         )
-        self._preemptions = Counter(
-            "pellucid_preemptions", "Times a sequence gave up its KV blocks", ["model_name"], registry=registry
-        ).labels(model_name)
-        self._prefill_tokens = Counter(
-            "pellucid_prefill_tokens",
-            "Prompt and recomputed tokens run through the model",
-            ["model_name"],
-            registry=registry,
-        ).labels(model_name)
+        self._totals = {
+            total: Counter(f"pellucid_{name}", help, ["model_name"], registry=registry).labels(model_name)
+            for total, (name, help) in TOTALS.items()
+        }
         self._gpu_memory = {
             state: Gauge(
                 f"pellucid_gpu_memory_{state}_bytes",
@@ -173,11 +176,10 @@ class EngineMetrics:
 
     def ready(self, ready: Ready, version: str) -> None:
         """A new engine is up and counts from zero."""
-        self._totals = (0, 0)
+        self._last = None
         self.up.set(1)
         self._block_limit.set(ready.kv_block_count)
-        self._used_blocks.set(0)
-        self._free_blocks.set(ready.kv_block_count)
+        self._set_blocks(used=0, cached=0, free=ready.kv_block_count)
         self._usage.set(0)
         self._device = ready.device
         self._build.clear()
@@ -188,22 +190,24 @@ class EngineMetrics:
     def down(self) -> None:
         """The engine is gone, and its cache with it."""
         self.up.set(0)
-        self._used_blocks.set(0)
-        self._free_blocks.set(0)
+        self._set_blocks(used=0, cached=0, free=0)
         self._usage.set(0)
         for gauge in self._gpu_memory.values():
             gauge.clear()
 
+    def _set_blocks(self, **counts: int) -> None:
+        for state, count in counts.items():
+            self._blocks[state].set(count)
+
     def step(self, stats: Stats, wall_time: float) -> None:
         """One snapshot. `wall_time` is the Unix time at which it came in."""
-        self._used_blocks.set(stats.used_blocks)
-        self._free_blocks.set(stats.free_blocks)
-        self._usage.set(stats.used_blocks / max(1, stats.used_blocks + stats.free_blocks))
+        used, cached, free = stats.used_blocks, stats.cached_blocks, stats.free_blocks
+        self._set_blocks(used=used, cached=cached, free=free)
+        self._usage.set(used / max(1, used + cached + free))
         self._last_step.set(wall_time)
-        preemptions, prefill_tokens = self._totals
-        self._totals = (stats.preemptions_total, stats.prefill_tokens_total)
-        self._preemptions.inc(stats.preemptions_total - preemptions)
-        self._prefill_tokens.inc(stats.prefill_tokens_total - prefill_tokens)
+        for total, counter in self._totals.items():
+            counter.inc(getattr(stats, total) - (0 if self._last is None else getattr(self._last, total)))
+        self._last = stats
         if stats.gpu_reserved_bytes:
             self._gpu_memory["allocated"].labels(self._device).set(stats.gpu_allocated_bytes)
             self._gpu_memory["reserved"].labels(self._device).set(stats.gpu_reserved_bytes)

@@ -127,6 +127,22 @@ class Choice:
 
 
 @dataclass(frozen=True)
+class Switch:
+    """on or off; TOML's own true and false too."""
+
+    @property
+    def accepts(self) -> str:
+        return "on or off"
+
+    def parse(self, value: object) -> bool:
+        if isinstance(value, bool):
+            return value
+        if value not in ("on", "off"):
+            raise ValueError
+        return value == "on"
+
+
+@dataclass(frozen=True)
 class Text:
     """Any text that is not empty."""
 

@@ -5,18 +5,20 @@ N is the trained context, C what the KV cache holds; a prompt has n tokens.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from pellucid_server.engine.messages import Sampling
+from pellucid_server.engine.messages import LogprobWish, Sampling
 from pellucid_server.errors import InvalidRequest, PromptTooLong, RequestTooLarge, Violation
 from pellucid_server.kv.window import FULL, ContextWindow
-from pellucid_server.live_request import Plan
+from pellucid_server.live_request import NO_OPTIONS, EngineOptions, Plan
 from pellucid_server.served import ServedModel
 
 ROLL_SINKS = 4
 """First tokens that ROLL keeps unless told otherwise."""
 HOPS_PER_WINDOW = 4
 """REENCODE drops this share of its window at a time unless told otherwise."""
+MAX_PROMPT_LOGPROBS = 2**18
+"""Log-probabilities of a prompt's tokens and of their alternatives in one answer."""
 
 
 @dataclass(frozen=True)
@@ -45,10 +47,14 @@ class Wishes:
     stop_ids: tuple[int, ...]
     ignore_eos: bool
     context: ContextWish
+    options: EngineOptions = NO_OPTIONS
+    end_ids: tuple[int, ...] = ()
+    """Ids that end this output like the model's end tokens."""
 
 
 def make_plan(model: ServedModel, wishes: Wishes, prompt: list[int]) -> Plan:
-    """Raises InvalidRequest for an empty prompt or window, PromptTooLong beyond N, RequestTooLarge beyond C."""
+    """Raises InvalidRequest for an empty prompt or window and for log-probabilities of tokens that are not there,
+    PromptTooLong beyond N, RequestTooLarge beyond C."""
     if not prompt:
         raise InvalidRequest([Violation(wishes.prompt_field, "comes to 0 tokens; accepted: 1 token or more")])
     kept, context = prompt, context_window(model, wishes.context, prompt)
@@ -56,19 +62,36 @@ def make_plan(model: ServedModel, wishes: Wishes, prompt: list[int]) -> Plan:
         kept = prompt[-kept_by_truncation(model.context_length, wishes.max_new_tokens) :]
     check_room(model, wishes, len(kept), context)
     longest = len(kept) + wishes.max_new_tokens if wishes.context.slides else model.context_length
+    dropped = len(prompt) - len(kept)
     return Plan(
         prompt=kept,
         prompt_token_count=len(prompt),
-        dropped_token_count=len(prompt) - len(kept) + context.unseen(len(kept) - 1),
+        dropped_token_count=dropped + context.unseen(len(kept) - 1),
         sampling=wishes.sampling,
         max_new_tokens=wishes.max_new_tokens,
         min_new_tokens=wishes.min_new_tokens,
-        eos_ids=[] if wishes.ignore_eos else list(model.eos_ids),
+        eos_ids=[] if wishes.ignore_eos else sorted({*model.eos_ids, *wishes.end_ids}),
         stop_ids=list(wishes.stop_ids),
         max_length=longest if model.can_hold(context, longest) else min(longest, model.cache_tokens),
         overflow=wishes.context.overflow,
         context=context,
+        options=replace(wishes.options, prompt_logprobs=_of_kept(wishes.options.prompt_logprobs, len(prompt), dropped)),
     )
+
+
+def _of_kept(wish: LogprobWish | None, length: int, dropped: int) -> LogprobWish | None:
+    """A wish about a prompt of `length` tokens, for what is left without the first `dropped`. Raises InvalidRequest."""
+    if wish is None:
+        return None
+    if not wish.start < length:
+        text = f"{wish.start} is not accepted; accepted: a whole number from 0 to {length - 1}"
+        raise InvalidRequest([Violation("output.prompt_logprobs.start_position", text)])
+    start = max(0, wish.start - dropped)
+    entries = (length - dropped - start) * (1 + wish.top_count + len(wish.token_ids))
+    if not entries <= MAX_PROMPT_LOGPROBS:
+        text = f"comes to {entries} entries; accepted: at most {MAX_PROMPT_LOGPROBS}; raise start_position"
+        raise InvalidRequest([Violation("output.prompt_logprobs", text)])
+    return LogprobWish(wish.top_count, wish.token_ids, start)
 
 
 def context_window(model: ServedModel, wish: ContextWish, prompt: list[int]) -> ContextWindow:

@@ -1,7 +1,9 @@
 """The live requests: admission, progress, engine restarts, and the one place where a request ends.
 
-Every Generate call is either refused (`refuse`, or an error before it ran) or ends here, once, whatever the reason, in
-`_end`: it leaves the table, the engine forgets it, its outbox closes, and it is counted. In this order.
+A request has one sequence or several. Each ends once, in `_end_sequence`: the engine forgets it, and its last text and
+its end go into the outbox. Every Generate call is either refused (`refuse`, or an error before it ran) or ends here,
+once, whatever the reason, in `_end`: the sequences that are left end, it leaves the table, its outbox closes, and it is
+counted. In this order.
 
 In come admissions from rpc, StepDone messages and the engine's comings and goings; out go Submit and Abort to the
 engine and deltas to each request's outbox. All of it runs on the event loop, and nothing in it waits.
@@ -12,13 +14,16 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Protocol
 
 from pellucid_server import errors
+from pellucid_server.accounts import Accounts, reason_of
 from pellucid_server.delivery import DEFAULT_PATIENCE, DeliveryRules, Outbox, Patience
-from pellucid_server.engine.messages import Abort, Progress, Stats, StepDone, Submit
-from pellucid_server.live_request import End, LiveRequest, Plan, submit_message, unseen_tokens, window_moves
+from pellucid_server.ends import End
+from pellucid_server.engine.messages import Abort, Finished, Progress, Stats, StepDone, Submit
+from pellucid_server.engine.sequence import AGEING_SECONDS
+from pellucid_server.live_request import LiveRequest, LiveSequence, Plan, submit_messages
 from pellucid_server.logs import LOGGER
 from pellucid_server.metrics import Metrics
 from pellucid_server.readiness import Readiness
@@ -44,7 +49,7 @@ class EnginePort(Protocol):
 
 
 class RequestTable:
-    """All live requests. `max_live` bounds them: those that run, at most `max_running`, and those that wait."""
+    """All live requests. `max_live` bounds their sequences, of which at most `max_running` run and the others wait."""
 
     def __init__(
         self,
@@ -58,11 +63,13 @@ class RequestTable:
         self._engine = engine
         self._readiness = readiness
         self._metrics = metrics
+        self._accounts = Accounts(metrics)
         self._max_live = max_live
         self._max_running = max_live if max_running is None else max_running
         self._patience = patience
         self._keys = itertools.count(1)
-        self._live: dict[int, LiveRequest] = {}
+        self._live: dict[int, tuple[LiveRequest, LiveSequence]] = {}
+        """Sequences that have not ended, by key, in the order of admission."""
         self._by_id: dict[tuple[str, str], LiveRequest] = {}
         """By caller and request id: what others are doing shows in neither refusals nor Cancel."""
         self._streams: set[LiveRequest] = set()
@@ -79,8 +86,9 @@ class RequestTable:
         deadline: float | None,
         time_limit: float | None,
         caller: str = "",
+        sequences: int = 1,
     ) -> LiveRequest:
-        """Takes a place. Raises Unavailable, DeadlineExceeded, RequestIdInUse or QueueFull.
+        """Takes a place for each sequence. Raises Unavailable, DeadlineExceeded, RequestIdInUse or QueueFull.
 
         `deadline` is on the monotonic clock; `time_limit` in seconds from now. Call `release` when the stream is done.
         """
@@ -90,12 +98,12 @@ class RequestTable:
             raise errors.DeadlineExceeded("the deadline had passed when the request came in")
         if (caller, request_id) in self._by_id:
             raise errors.RequestIdInUse(f"request_id {request_id!r} is in use by a request in flight")
-        if not len(self._live) < self._max_live:
-            raise errors.QueueFull(f"{self._max_live} requests are running or waiting; try again later")
-        request = LiveRequest(
-            next(self._keys), request_id, now, deadline, time_limit, Outbox(rules, self._patience), caller
-        )
-        self._live[request.key] = request
+        if not len(self._live) + sequences <= self._max_live:
+            taken = f"{len(self._live)} of {self._max_live} places are taken"
+            raise errors.QueueFull(f"{taken}, and this request needs {sequences}; try again later")
+        made = [LiveSequence(next(self._keys), index) for index in range(sequences)]
+        request = LiveRequest(request_id, now, deadline, time_limit, Outbox(rules, self._patience), made, caller)
+        self._live.update((sequence.key, (request, sequence)) for sequence in made)
         self._by_id[caller, request_id] = request
         self._streams.add(request)
         self._no_streams.clear()
@@ -105,12 +113,18 @@ class RequestTable:
         self._update_gauges()
         return request
 
-    def start(self, request: LiveRequest, plan: Plan, text: TextStream | None) -> None:
-        """Hands an admitted request to the engine, or, while that is away, to the next one."""
+    def start(self, request: LiveRequest, plan: Plan, text: Callable[[], TextStream | None]) -> None:
+        """Hands an admitted request to the engine, or, while that is away, to the next one.
+
+        `text` makes the text of one sequence; None where there is no tokenizer.
+        """
         request.plan = plan
-        request.text = text
+        for sequence in request.sequences:
+            sequence.text = text()
+        if plan.options.prompt_logprobs is not None:
+            request.outbox.hold()
         if request.end is None and self._readiness.engine_is_up:
-            self._engine.send(submit_message(request, plan))
+            self._submit(request, plan)
 
     def refuse(self, error: errors.ServeError) -> None:
         """Counts a Generate call that was not admitted."""
@@ -135,7 +149,7 @@ class RequestTable:
 
     def fail(self, request: LiveRequest, error: errors.ServeError) -> None:
         """The call ends with this error."""
-        self._end(request, End(_reason(error), time.monotonic(), error))
+        self._end(request, End(reason_of(error), time.monotonic(), error))
 
     def release(self, request: LiveRequest) -> None:
         """The stream is done: nothing more is written to it."""
@@ -149,43 +163,46 @@ class RequestTable:
 
     def shut_down(self) -> None:
         """Ends what is left after the drain time."""
-        for request in list(self._live.values()):
+        for request in self._requests():
             self._metrics.cancellations["shutdown"].inc()
             self.fail(request, errors.Draining("the server shut down before the request was done"))
 
     def engine_up(self) -> int:
         """A new engine takes over every request that has a plan, each where it stood. Returns how many."""
         taken = 0
-        for request in list(self._live.values()):
+        for request in self._requests():
             if request.plan is not None:
                 request.recoveries += 1
                 self._metrics.streams_recovered.inc()
-                self._engine.send(submit_message(request, request.plan))
+                self._submit(request, request.plan)
                 taken += 1
         return taken
 
     def engine_down(self) -> None:
         """The engine died. Requests wait for the next one, unless engines keep dying on them.
 
-        Engines run requests in the order of admission, so only the oldest ones can have had a part in it.
+        Engines run requests in the order of admission and priority, so only the first ones can have had a part in it.
         """
         self.stats = None
-        planned = [request for request in self._live.values() if request.plan is not None]
-        for place, request in enumerate(planned):
-            request.preemptions_before = request.preemptions
-            if place < self._max_running:
-                request.deaths += 1
-                if request.deaths >= MAX_DEATHS:
-                    error = errors.EngineDown(f"the engine died {MAX_DEATHS} times in a row; try again later")
-                    self.fail(request, error)
+        place = 0
+        for request in sorted(self._requests(), key=_rank):
+            if request.plan is None:
+                continue
+            request.deaths += place < self._max_running
+            place += len(request.unfinished)
+            for sequence in request.unfinished:
+                sequence.preemptions_before = sequence.preemptions
+            if request.deaths >= MAX_DEATHS:
+                error = errors.EngineDown(f"the engine died {MAX_DEATHS} times in a row; try again later")
+                self.fail(request, error)
         self._update_gauges()
 
     def engine_step(self, step: StepDone) -> None:
         """One step's tokens and ends."""
         for progress in step.progress:
-            request = self._live.get(progress.key)
-            if request is not None:
-                self._advance_alone(request, progress, step.at)
+            found = self._live.get(progress.key)
+            if found is not None:
+                self._advance_alone(*found, progress, step.at)
         self.stats = step.stats
         self._update_gauges()
 
@@ -197,129 +214,116 @@ class RequestTable:
     def waiting_count(self) -> int:
         return len(self._live) - self.running_count
 
-    def _advance_alone(self, request: LiveRequest, progress: Progress, at: float) -> None:
+    def _requests(self) -> list[LiveRequest]:
+        """Each once, in the order of admission."""
+        return list(dict.fromkeys(request for request, _ in self._live.values()))
+
+    def _submit(self, request: LiveRequest, plan: Plan) -> None:
+        for message in submit_messages(request, plan):
+            self._engine.send(message)
+
+    def _advance_alone(self, request: LiveRequest, sequence: LiveSequence, progress: Progress, at: float) -> None:
         """A request whose own progress fails, in its tokenizer for instance, ends; the others go on."""
         try:
-            self._advance(request, progress, at)
+            self._advance(request, sequence, progress, at)
         except Exception:
             LOGGER.exception("a request failed", extra={"fields": {"request_id": request.request_id}})
-            request.text = None
             message = f"an error in the server ended request {request.request_id!r}"
             self.fail(request, errors.InternalError(message))
 
-    def _advance(self, request: LiveRequest, progress: Progress, at: float) -> None:
-        request.preemptions = request.preemptions_before + progress.preemptions
-        if request.first_scheduled_at is None and progress.first_scheduled_at is not None:
-            self._count_prompt(request, progress.first_scheduled_at)
+    def _advance(self, request: LiveRequest, sequence: LiveSequence, progress: Progress, at: float) -> None:
+        sequence.preemptions = sequence.preemptions_before + progress.preemptions
+        self._note_prompt(request, progress)
         finished = progress.finished
         if progress.token is not None:
-            self._count_token(request, at)
-            request.generated.append(progress.token)
+            self._accounts.token(request, sequence, at)
+            sequence.add(progress.token, at)
+            request.deaths = 0
             # The token that ends a sequence as an end or stop token has no text of its own.
             is_end_token = finished is not None and finished.kind in ("eos", "stop_token")
-            matched = self._add_token(request, progress.token, with_text=not is_end_token)
+            matched = self._add_token(request, sequence, progress, with_text=not is_end_token)
             if matched is not None:
                 end = End("stop_string", at, matched_stop_string=matched)
-                self._end(request, end, engine_knows=finished is not None)
+                self._end_sequence(request, sequence, end, engine_knows=finished is not None)
                 return
-        if finished is None:
-            if request.outbox.is_stalled(time.monotonic()):
-                self.fail(request, errors.SlowConsumer("the stream was not read for too long while output piled up"))
-                request.outbox.interrupt()
-        elif finished.kind == "non_finite":
+        if finished is not None:
+            self._engine_finished(request, sequence, finished, at)
+        elif request.outbox.is_stalled(time.monotonic()):
+            self.fail(request, errors.SlowConsumer("the stream was not read for too long while output piled up"))
+            request.outbox.interrupt()
+
+    def _engine_finished(self, request: LiveRequest, sequence: LiveSequence, finished: Finished, at: float) -> None:
+        """The engine has ended a sequence and knows no more of it."""
+        if finished.kind == "non_finite":
             self._metrics.non_finite_logits.inc()
             message = f"the model's logits are not finite; request {request.request_id!r} cannot go on"
-            self._end(request, End("non_finite_logits", at, errors.NonFiniteLogits(message)), engine_knows=True)
+            error: errors.ServeError = errors.NonFiniteLogits(message)
+            end = End("non_finite_logits", at, error)
         elif finished.kind == "deadline":
             self._metrics.cancellations["deadline"].inc()
             error = errors.DeadlineExceeded("the deadline passed before the request was done")
-            self._end(request, End("deadline", at, error), engine_knows=True)
+            end = End("deadline", at, error)
         else:
             end = End(finished.kind, at, matched_token_id=finished.matched_token_id)
-            self._end(request, end, engine_knows=True)
+        self._end_sequence(request, sequence, end, engine_knows=True)
 
-    def _add_token(self, request: LiveRequest, token: int, *, with_text: bool) -> str | None:
+    def _add_token(
+        self, request: LiveRequest, sequence: LiveSequence, progress: Progress, *, with_text: bool
+    ) -> str | None:
         """The token's way into the outbox; returns the stop string it completed."""
-        if request.text is None or not with_text:
-            request.outbox.add(token, "")
-            return None
-        delta = request.text.push(token)
-        request.outbox.add(token, delta.text)
-        return delta.matched_stop
+        text, matched = "", None
+        if sequence.text is not None and with_text and progress.token is not None:
+            delta = sequence.text.push(progress.token)
+            text, matched = delta.text, delta.matched_stop
+        request.outbox.add(progress.token, text, index=sequence.index, logprob=progress.logprob)
+        return matched
 
-    def _count_prompt(self, request: LiveRequest, first_scheduled_at: float) -> None:
-        request.first_scheduled_at = first_scheduled_at
-        self._metrics.queue_time.observe(first_scheduled_at - request.admitted_at)
-        if request.plan is not None:
-            self._metrics.prompt_tokens.inc(request.plan.prompt_token_count)
-
-    def _count_token(self, request: LiveRequest, at: float) -> None:
-        request.deaths = 0
-        self._metrics.generated_tokens.inc()
-        if request.first_token_at is None or request.last_token_at is None:
-            request.first_token_at = at
-            self._metrics.time_to_first_token.observe(at - request.admitted_at)
-        else:
-            self._metrics.inter_token.observe(at - request.last_token_at)
-        request.last_token_at = at
+    def _note_prompt(self, request: LiveRequest, progress: Progress) -> None:
+        """What is known of the prompt once it has run: told once, by whichever sequence and engine ran it first."""
+        if request.first_scheduled_at is None and progress.first_scheduled_at is not None:
+            request.first_scheduled_at = progress.first_scheduled_at
+            request.cached_tokens = progress.cached_tokens
+            self._accounts.scheduled(request, progress.first_scheduled_at)
+        if progress.prompt_logprobs and not request.prompt_logprobs:
+            request.prompt_logprobs = progress.prompt_logprobs
+            request.outbox.release()
 
     def _finish(self, request: LiveRequest, reason: str) -> None:
         """An end that is the frontend's own and OK for the client."""
         self._end(request, End(reason, time.monotonic()))
 
-    def _end(self, request: LiveRequest, end: End, *, engine_knows: bool = False) -> None:
+    def _end_sequence(self, request: LiveRequest, sequence: LiveSequence, end: End, *, engine_knows: bool) -> None:
+        """The last one to end ends the request, and so does one that ends in an error."""
+        sequence.end = end
+        del self._live[sequence.key]
+        if request.plan is not None and not engine_knows:
+            self._engine.send(Abort(sequence.key))
+        if end.error is None:
+            if sequence.text is not None and end.matched_stop_string is None:
+                request.outbox.add(None, sequence.text.finish(), index=sequence.index)
+            request.outbox.end(sequence.index, end, len(sequence.generated))
+        if end.error is not None or not request.unfinished:
+            self._end(request, end)
+
+    def _end(self, request: LiveRequest, end: End) -> None:
         if request.end is not None:
             return
         request.end = end
-        del self._live[request.key]
+        for sequence in request.unfinished:
+            self._end_sequence(request, sequence, end, engine_knows=False)
         del self._by_id[request.caller, request.request_id]
         if request.timer is not None:
             request.timer.cancel()
-        if request.plan is not None and not engine_knows:
-            self._engine.send(Abort(request.key))
-        if request.text is not None and end.error is None and end.matched_stop_string is None:
-            request.outbox.add(None, request.text.finish())
         request.outbox.close()
-        self._count_end(request, end)
+        self._accounts.ended(request, end)
         self._update_gauges()
-
-    def _count_end(self, request: LiveRequest, end: End) -> None:
-        metrics = self._metrics
-        if request.plan is None and end.reason in metrics.rejections:
-            metrics.rejections[end.reason].inc()
-            return
-        metrics.finished[end.reason].inc()
-        metrics.e2e_latency.observe(end.at - request.admitted_at)
-        metrics.request_generated_tokens.observe(len(request.generated))
-        if request.plan is not None:
-            metrics.request_prompt_tokens.observe(request.plan.prompt_token_count)
-            self._count_windows(request, request.plan)
-        if request.first_token_at is None or request.last_token_at is None:
-            return
-        if request.first_scheduled_at is not None:
-            metrics.prefill_time.observe(request.first_token_at - request.first_scheduled_at)
-        decode_time = request.last_token_at - request.first_token_at
-        metrics.decode_time.observe(decode_time)
-        if len(request.generated) > 1:
-            metrics.time_per_output_token.observe(decode_time / (len(request.generated) - 1))
-
-    def _count_windows(self, request: LiveRequest, plan: Plan) -> None:
-        if plan.overflow in self._metrics.window_moves:
-            self._metrics.window_moves[plan.overflow].inc(window_moves(request, plan))
-        if plan.overflow in self._metrics.dropped_context_tokens:
-            self._metrics.dropped_context_tokens[plan.overflow].inc(unseen_tokens(request, plan))
 
     def _update_gauges(self) -> None:
         self._metrics.requests_running.set(self.running_count)
         self._metrics.requests_waiting.set(self.waiting_count)
 
 
-_REASONS: Sequence[tuple[type[errors.ServeError], str]] = (
-    (errors.Draining, "shutdown"),
-    (errors.DeadlineExceeded, "deadline"),
-)
-
-
-def _reason(error: errors.ServeError) -> str:
-    """The label of an end by error: the reason it has in the API, where metrics have no other word for it."""
-    return next((reason for kind, reason in _REASONS if isinstance(error, kind)), error.reason.lower())
+def _rank(request: LiveRequest) -> float:
+    """Whom an engine runs first has the least."""
+    priority = 0 if request.plan is None else request.plan.options.priority
+    return request.admitted_at - AGEING_SECONDS * priority

@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from dataclasses import dataclass, fields
+from typing import Any
 
 from pellucid_model.tokenizers import Tokenizer
+from pellucid_server.chat import ChatPrompter
 from pellucid_server.checkpoint_info import CheckpointInfo, SamplingDefaults
 from pellucid_server.engine.messages import Ready
 from pellucid_server.kv.window import ContextWindow
+from pellucid_server.ranges import SAMPLING
 from pellucid_server.settings import Settings
 
-T = TypeVar("T")
+MAX_SEQUENCES = 64
+"""Largest sequence_count."""
 
 
 @dataclass(frozen=True)
 class DefaultSampling:
-    """What unset sampling fields come to, from operator, checkpoint and built-in values."""
+    """What unset sampling fields come to, from operator, checkpoint and these built-in values."""
 
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    typical_p: float = 1.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -50,6 +56,13 @@ class ServedModel:
     max_new_tokens_limit: int
     overflow: str
     """The policy where a request names none: "auto", "reject", "truncate", "roll" or "reencode"."""
+    chat: ChatPrompter | None = None
+    """None: the checkpoint has no chat template that can be used."""
+    prefix_cache: bool = True
+    max_logprobs: int = 20
+    """Largest top_count of log-probabilities."""
+    max_sequences: int = MAX_SEQUENCES
+    """Largest sequence_count."""
 
     @property
     def bos_id(self) -> int | None:
@@ -66,7 +79,12 @@ class ServedModel:
 
 
 def served_model(
-    settings: Settings, checkpoint: CheckpointInfo, tokenizer: Tokenizer | None, longest_token: int, ready: Ready
+    settings: Settings,
+    checkpoint: CheckpointInfo,
+    tokenizer: Tokenizer | None,
+    longest_token: int,
+    ready: Ready,
+    chat: ChatPrompter | None = None,
 ) -> ServedModel:
     """Puts the parts together once the engine is ready. End ids beyond the vocabulary are left out."""
     eos_ids = {*checkpoint.eos_ids, *(tokenizer.eos_ids if tokenizer is not None else ())}
@@ -82,35 +100,29 @@ def served_model(
         can_roll=ready.position_scheme != "absolute",
         longest_token=longest_token,
         sampling=default_sampling(
-            SamplingDefaults(
-                temperature=settings.default_temperature,
-                top_k=settings.default_top_k,
-                top_p=settings.default_top_p,
-                min_p=settings.default_min_p,
-            ),
+            SamplingDefaults(**{name: getattr(settings, f"default_{name}") for name in SAMPLING}),
             checkpoint.sampling,
         ),
         default_max_new_tokens=settings.default_max_new_tokens,
         max_new_tokens_limit=settings.max_new_tokens_limit,
         overflow=settings.context_overflow,
+        chat=chat,
+        prefix_cache=settings.prefix_cache,
+        max_logprobs=min(settings.max_logprobs, ready.vocab_size),
+        max_sequences=min(MAX_SEQUENCES, settings.max_running + settings.max_queue),
     )
 
 
 def default_sampling(operator: SamplingDefaults, model: SamplingDefaults) -> DefaultSampling:
     """The chain operator, model, built-in. Values are rounded to the API's float32, so that an echoed value sent back
     means the same."""
-    return DefaultSampling(
-        temperature=_float32(_first((operator.temperature, model.temperature), 1.0)),
-        top_k=_first((operator.top_k, model.top_k), 0),
-        top_p=_float32(_first((operator.top_p, model.top_p), 1.0)),
-        min_p=_float32(_first((operator.min_p, model.min_p), 0.0)),
-    )
+    values: dict[str, Any] = {}
+    for field in fields(DefaultSampling):
+        candidates = (getattr(operator, field.name), getattr(model, field.name), field.default)
+        values[field.name] = _as_sent(next(value for value in candidates if value is not None))
+    return DefaultSampling(**values)
 
 
-def _first(candidates: Sequence[T | None], built_in: T) -> T:
-    return next((value for value in candidates if value is not None), built_in)
-
-
-def _float32(value: float) -> float:
-    rounded: float = struct.unpack("<f", struct.pack("<f", value))[0]
-    return rounded
+def _as_sent(value: Any) -> Any:
+    """A number as it comes through the API: whole ones as they are, others as float32."""
+    return value if isinstance(value, int) else struct.unpack("<f", struct.pack("<f", value))[0]

@@ -15,7 +15,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pellucid_server.options import (
     Address,
@@ -26,17 +26,23 @@ from pellucid_server.options import (
     Number,
     Option,
     Size,
+    Switch,
     Text,
     size_text,
+)
+from pellucid_server.ranges import (
+    FREQUENCY_PENALTY,
+    MIN_P,
+    PRESENCE_PENALTY,
+    REPETITION_PENALTY,
+    TEMPERATURE,
+    TOP_K,
+    TOP_P,
+    TYPICAL_P,
 )
 
 ENVIRONMENT_PREFIX = "PELLUCID_"
 BUNDLED = "the bundled demo"
-
-TEMPERATURE = Number(0, 100)
-TOP_K = Integer(0, 2**31 - 1)
-TOP_P = Number(0, 1, open_low=True)
-MIN_P = Number(0, 1, open_high=True)
 
 
 class SettingsError(Exception):
@@ -76,6 +82,11 @@ class Settings:
         Choice(("auto", "float32", "bfloat16", "float16")),
         "number format of weights and KV cache; auto: bfloat16 where the device multiplies it, else float32",
     )
+    quantize: Literal["none", "int8", "int4"] = _setting(
+        "none",
+        Choice(("none", "int8", "int4")),
+        "weights of linear layers as whole numbers: smaller and faster, less exact; see docs/performance.md",
+    )
     kv_cache_memory: int = _setting(
         0,
         Size(2**10, 2**50, auto=True),
@@ -87,6 +98,9 @@ class Settings:
         Integer(1, 4096, auto=True, power_of_two=True),
         "tokens per KV block; auto: the largest power of two up to 128 and a quarter of the context",
         default_text="auto",
+    )
+    prefix_cache: bool = _setting(
+        True, Switch(), "keep computed KV blocks for later requests that begin alike", default_text="on"
     )
     max_context: int = _setting(
         0, Integer(1, 2**24, auto=True), "context in tokens; auto: what the model was trained on", default_text="auto"
@@ -116,6 +130,28 @@ class Settings:
     default_min_p: float | None = _setting(
         None, MIN_P, "min_p of requests that set none; 0 = off", default_text="the model's, else 0"
     )
+    default_typical_p: float | None = _setting(
+        None, TYPICAL_P, "typical_p of requests that set none; 1 = off", default_text="the model's, else 1"
+    )
+    default_repetition_penalty: float | None = _setting(
+        None,
+        REPETITION_PENALTY,
+        "repetition_penalty of requests that set none; 1 = off",
+        default_text="the model's, else 1",
+    )
+    default_presence_penalty: float | None = _setting(
+        None,
+        PRESENCE_PENALTY,
+        "presence_penalty of requests that set none; 0 = off",
+        default_text="the model's, else 0",
+    )
+    default_frequency_penalty: float | None = _setting(
+        None,
+        FREQUENCY_PENALTY,
+        "frequency_penalty of requests that set none; 0 = off",
+        default_text="the model's, else 0",
+    )
+    max_logprobs: int = _setting(20, Integer(0, 1024), "largest top_count of log-probabilities a request may ask for")
     model_name: str | None = _setting(
         None, Text("a name"), "name under which the model is served", default_text="the folder's name"
     )

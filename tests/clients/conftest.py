@@ -46,6 +46,43 @@ def fail(
     raise AssertionError("abort_with_status raises")
 
 
+def logprob(token_id: int) -> inference_pb2.TokenLogprob:
+    """Of a token that is half a character, with one alternative."""
+    other = inference_pb2.TokenAlternative(token_id=9, logprob=-0.25, rank=1, token=b"a")
+    return inference_pb2.TokenLogprob(token_id=token_id, logprob=-1.5, rank=2, token=b"\xe5\xa4", alternatives=[other])
+
+
+def several(request: inference_pb2.GenerateRequest, context: grpc.ServicerContext) -> Iterator[Any]:
+    """Two sequences in turns and together, with log-probabilities."""
+    finish = {"reason": inference_pb2.FINISH_REASON_EOS, "output_token_count": 2}
+    prompt = inference_pb2.PromptInfo(request_id="r", cached_token_count=2)
+    prompt.logprobs.add(token_id=1, token=b"x")
+    deltas: list[list[dict[str, Any]]] = [
+        [{"sequence_index": 1, "text": "b", "token_ids": [5], "logprobs": [logprob(5)]}],
+        [
+            {
+                "sequence_index": 0,
+                "text": "a",
+                "token_ids": [3, 4],
+                "logprobs": [logprob(3), logprob(4)],
+                "finish": finish,
+            },
+            {"sequence_index": 1, "text": "c", "token_ids": [6], "logprobs": [logprob(6)]},
+        ],
+        [{"sequence_index": 1, "text": "d", "finish": finish}],
+    ]
+    for place, outputs in enumerate(deltas):
+        message = inference_pb2.GenerateResponse(outputs=[inference_pb2.OutputDelta(**each) for each in outputs])
+        if place == 0:
+            message.prompt.CopyFrom(prompt)
+        if place == 2:
+            message.usage.CopyFrom(
+                inference_pb2.Usage(prompt_token_count=3, output_token_count=4, cached_token_count=2)
+            )
+            message.timings.total_time.FromMilliseconds(1500)
+        yield message
+
+
 def answer(*texts: str, reason: inference_pb2.FinishReason = inference_pb2.FINISH_REASON_EOS) -> Generate:
     """A stream of these texts, token ids 1, 2, …"""
 

@@ -17,7 +17,7 @@ from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, RetryInfo
 from grpc_health.v1 import health_pb2
 
 import pellucid_client
-from pellucid.v1 import inference_pb2
+from pellucid.v1 import inference_pb2, types_pb2
 from pellucid_client import cli
 from pellucid_client.commands import dispatch
 
@@ -75,7 +75,10 @@ def test_every_flag_reaches_its_field(scripted: Scripted) -> None:
         "--token-ids 3,1,2 --temperature 0 --top-k 0 --top-p 0.5 --min-p 0 --seed 0 --max-new-tokens 0 "
         "--min-new-tokens 1 --stop 。 --stop ab --stop-token-ids 4,5 --include-stop-in-text --ignore-eos "
         "--time-limit 1.5 --model m --request-id r --context truncate --omit-special-tokens --parse-special-tokens "
-        "--keep-special-tokens"
+        "--keep-special-tokens --typical-p 0.5 --repetition-penalty 1.5 --presence-penalty -1 --frequency-penalty 2 "
+        "--logit-bias 5:-1,7:2.5 --allowed-token-ids 5,7 --n 2 --priority -3 --choices a --choices 。 "
+        "--bypass-cache-read --bypass-cache-write --cache-salt s --json --logprobs 0 --logprob-token-ids 5 "
+        "--prompt-logprobs 2 --prompt-logprob-token-ids 6 --prompt-logprobs-start 1"
     )
     assert pellucid("generate", *flags.split(), "--server", scripted.address).returncode == 0
     expected = inference_pb2.GenerateRequest(
@@ -84,7 +87,23 @@ def test_every_flag_reaches_its_field(scripted: Scripted) -> None:
         token_ids={"ids": [3, 1, 2]},
         omit_special_tokens=True,
         parse_special_tokens=True,
-        sampling={"temperature": 0, "top_k": 0, "top_p": 0.5, "min_p": 0, "seed": 0},
+        sampling=types_pb2.SamplingParams(
+            temperature=0,
+            top_k=0,
+            top_p=0.5,
+            min_p=0,
+            seed=0,
+            typical_p=0.5,
+            repetition_penalty=1.5,
+            presence_penalty=-1,
+            frequency_penalty=2,
+            logit_bias={5: -1, 7: 2.5},
+            allowed_token_ids=[5, 7],
+            sequence_count=2,
+        ),
+        priority=-3,
+        constraint={"choices": {"values": ["a", "。"]}},
+        cache={"bypass_read": True, "bypass_write": True, "salt": "s"},
         stopping=inference_pb2.StoppingCriteria(
             max_new_tokens=0,
             min_new_tokens=1,
@@ -94,7 +113,11 @@ def test_every_flag_reaches_its_field(scripted: Scripted) -> None:
             ignore_eos=True,
             time_limit={"seconds": 1, "nanos": 500_000_000},
         ),
-        output=inference_pb2.OutputOptions(keep_special_tokens=True),
+        output=inference_pb2.OutputOptions(
+            keep_special_tokens=True,
+            output_logprobs={"top_count": 0, "token_ids": [5]},
+            prompt_logprobs={"top_count": 2, "token_ids": [6], "start_position": 1},
+        ),
         context=inference_pb2.ContextPolicy(overflow=inference_pb2.CONTEXT_OVERFLOW_TRUNCATE),
     )
     assert [each for each in scripted.requests if isinstance(each, inference_pb2.GenerateRequest)] == [expected]
@@ -105,7 +128,7 @@ def test_json_echo_and_usage(scripted: Scripted) -> None:
     found = json.loads(done.stdout)
     assert (found["text"], found["token_ids"]) == ("今天天气", [1, 2])
     assert found["finish"] == {"reason": "eos", "matched": 2, "output_token_count": 2}
-    assert found["usage"] == {"prompt_token_count": 3, "output_token_count": 2}
+    assert found["usage"] == {"prompt_token_count": 3, "output_token_count": 2, "cached_token_count": 0}
     assert found["timings"]["total_time"] == 1.5
     assert found["prompt"]["sampling"]["seed"] == 7
 

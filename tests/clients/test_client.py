@@ -28,17 +28,20 @@ from pellucid_client import (
     Finish,
     InternalError,
     InvalidRequest,
+    TokenAlternative,
+    TokenLogprob,
     Usage,
 )
 
-from .conftest import Scripted, answer, serve
+from .conftest import Scripted, answer, serve, several
 from .test_errors import free_address
 
 PUBLIC_NAMES = """
     AsyncClient AsyncGenerateStream Cancelled Chunk Client ClientClosed Completion ConnectionFailed
     DeadlineExceeded DetokenizeOptions Finish GenerateOptions GenerateStream InternalError InvalidRequest Load Model
-    ModelNotFound Overloaded PellucidError PermissionDenied PromptInfo PromptTooLong RequestIdInUse
-    RequestTooLarge ResourceExhausted Sampling ServerInfo SlowConsumer Stopping Timings Tokenization
+    ModelNotFound Output Overloaded PellucidError PermissionDenied PromptInfo PromptTooLong RequestIdInUse
+    RequestTooLarge ResourceExhausted Sampling ServerInfo SlowConsumer Stopping Timings TokenAlternative TokenLogprob
+    Tokenization
     TokenizeOptions Unauthenticated Unavailable Usage Violation
 """
 
@@ -54,7 +57,7 @@ def check_completion(completion: Completion) -> None:
     assert completion.text == "今天天气"
     assert completion.token_ids == (1, 2)
     assert completion.finish == Finish("eos", 2, 2)
-    assert completion.usage == Usage(3, 2)
+    assert completion.usage == Usage(3, 2, 0)
     assert completion.timings.total_time == 1.5
     assert completion.timings.time_to_first_token is None
     assert completion.prompt.request_id == "mine"
@@ -82,6 +85,33 @@ async def test_a_stream_chunk_by_chunk_in_asyncio(scripted: Scripted) -> None:
         chunks = [chunk async for chunk in stream]
         assert [chunk.text for chunk in chunks] == ["今天", "天气"]
         check_completion(await stream.result())
+
+
+async def test_several_sequences_come_chunk_by_chunk_with_their_index(scripted: Scripted) -> None:
+    scripted.generate = several
+    with Client(scripted.address) as client:
+        stream = client.generate("x", n=2, logprobs=1)
+        chunks = list(stream)
+        answer = stream.result()
+    assert [(chunk.index, chunk.text, chunk.token_ids) for chunk in chunks] == [
+        (1, "b", (5,)),
+        (0, "a", (3, 4)),
+        (1, "c", (6,)),
+        (1, "d", ()),
+    ]
+    assert [chunk.finish is not None for chunk in chunks] == [False, True, False, True]
+    assert [output.text for output in answer.outputs] == ["a", "bcd"] == [output.text for output in stream.outputs]
+    assert (answer.text, answer.token_ids, answer.finish) == ("a", (3, 4), answer.outputs[0].finish)
+    entries = answer.outputs[1].logprobs
+    assert [(entry.token_id, entry.logprob, entry.rank, entry.token) for entry in entries] == [
+        (5, -1.5, 2, b"\xe5\xa4"),
+        (6, -1.5, 2, b"\xe5\xa4"),
+    ]
+    assert entries[0].alternatives == (TokenAlternative(9, -0.25, 1, b"a"),)
+    assert answer.prompt.logprobs == (TokenLogprob(1, None, 0, b"x", ()),)
+    assert (answer.usage, answer.prompt.cached_token_count) == (Usage(3, 4, 2), 2)
+    async with AsyncClient(scripted.address) as other:
+        assert await other.generate("x", n=2, logprobs=1).result() == answer
 
 
 async def test_unary_calls_are_the_same_in_both_clients(scripted: Scripted) -> None:

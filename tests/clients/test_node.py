@@ -7,9 +7,13 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 
+import pytest
+
 from pellucid_model.tokenizers import CharacterTokenizer
+from pellucid_testing.certificates import Authority
 from pellucid_testing.checkpoints import tiny_checkpoint, tiny_config
 from pellucid_testing.node import PACKAGE, run
 from pellucid_testing.scripted_engine import Script
@@ -34,6 +38,8 @@ def test_types(node: Path) -> None:
 
 def test_against_a_live_server(node: Path, tmp_path: Path) -> None:
     checkpoint = tiny_checkpoint(tmp_path / "tiny", tiny_config(context_length=4096))
+    template = "{% for message in messages %}{{ message.role }} {{ message.content }},{% endfor %}"
+    (checkpoint / "chat_template.jinja").write_text(template)
     with serve(checkpoint, "--kv-cache-memory", "16MiB", "--threads", "1") as server:
         names = {"PELLUCID_SERVER": server.address, "PELLUCID_METRICS": server.metrics_address}
         report = run(
@@ -48,7 +54,7 @@ def test_against_a_live_server(node: Path, tmp_path: Path) -> None:
         server.wait_for_metric("pellucid_requests_running", 0)
         assert server.metric("pellucid_requests_finished_total") > 30
     assert declared("client.test.ts") == passed(report)
-    assert len(passed(report)) >= 16
+    assert len(passed(report)) >= 21
 
 
 def test_against_servers_in_trouble(node: Path, tmp_path: Path) -> None:
@@ -68,6 +74,27 @@ def test_against_servers_in_trouble(node: Path, tmp_path: Path) -> None:
         finally:
             late.close()
     assert passed(report) == declared("faults.test.ts") != set()
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed")
+def test_against_a_server_that_wants_a_certificate_and_a_token(node: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({}))
+    CharacterTokenizer.train([LETTERS]).save(tmp_path)
+    authority = Authority(tmp_path)
+    own, client, tokens = authority.issue("server"), authority.issue("client"), tmp_path / "tokens"
+    tokens.write_text("some.token-1==\n")
+    flags = ["--tls-certificate", own.certificate, "--tls-key", own.key, "--tls-client-ca", authority.certificate]
+    program = Script(lives=str(tmp_path / "lives")).program()
+    with serve(tmp_path, *map(str, flags), "--auth-token-file", str(tokens), program=program) as server:
+        names = {
+            "PELLUCID_LOCKED": server.address,
+            "PELLUCID_TOKEN": "some.token-1==",
+            "PELLUCID_CA": str(authority.certificate),
+            "PELLUCID_CERTIFICATE": str(client.certificate),
+            "PELLUCID_KEY": str(client.key),
+        }
+        report = run(node, "node", "--test", "--test-reporter=tap", "dist/test/security.test.js", environment=names)
+    assert passed(report) == declared("security.test.ts") != set()
 
 
 def test_the_readmes_example_runs(node: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from typing import Any
 
 import pytest
@@ -12,17 +12,19 @@ from hypothesis import strategies as st
 
 from pellucid.v1 import inference_pb2
 from pellucid_client import GenerateOptions, InvalidRequest
+from pellucid_client._fields import ACCEPTED as ACCEPTED_WORDS
 from pellucid_client._requests import (
-    _ACCEPTED,
     cancel_request,
     detokenize_request,
     generate_request,
     model_request,
     tokenize_request,
 )
-from pellucid_server.options import Option
+from pellucid_server.options import Integer, Option
+from pellucid_server.ranges import SAMPLING
 from pellucid_server.rpc.validation import MIN_TOKENS_PER_MESSAGE
-from pellucid_server.settings import MIN_P, TEMPERATURE, TOP_K, TOP_P
+from pellucid_server.rpc.validation_options import PRIORITY
+from pellucid_server.served import MAX_SEQUENCES
 
 # Option -> (its zero-like value, path of its field, the field's value).
 ZEROS: dict[str, tuple[Any, str, Any]] = {
@@ -31,6 +33,11 @@ ZEROS: dict[str, tuple[Any, str, Any]] = {
     "top_p": (0, "sampling.top_p", 0.0),
     "min_p": (0, "sampling.min_p", 0.0),
     "seed": (0, "sampling.seed", 0),
+    "typical_p": (0, "sampling.typical_p", 0.0),
+    "repetition_penalty": (0, "sampling.repetition_penalty", 0.0),
+    "presence_penalty": (0, "sampling.presence_penalty", 0.0),
+    "frequency_penalty": (0, "sampling.frequency_penalty", 0.0),
+    "n": (0, "sampling.sequence_count", 0),
     "max_new_tokens": (0, "stopping.max_new_tokens", 0),
     "sink_tokens": (0, "context.sink_tokens", 0),
     "min_tokens_per_message": (0, "output.min_tokens_per_message", 0),
@@ -44,6 +51,23 @@ OTHERS: dict[str, tuple[Any, str, Any]] = {
     "stop_token_ids": ([5, 0], "stopping.stop_token_ids", [5, 0]),
     "include_stop_in_text": (True, "stopping.include_stop_in_text", True),
     "ignore_eos": (True, "stopping.ignore_eos", True),
+    "priority": (-5, "priority", -5),
+    "logit_bias": ({5: -1.5, 0: 2}, "sampling.logit_bias", {5: -1.5, 0: 2.0}),
+    "allowed_token_ids": ([5, 0], "sampling.allowed_token_ids", [5, 0]),
+    "json_schema": ({"type": "integer"}, "constraint.json_schema", '{"type": "integer"}'),
+    "json_object": (True, "constraint.json_object", inference_pb2.JsonObject()),
+    "regex": ("a+", "constraint.regex", "a+"),
+    "ebnf_grammar": ('root ::= "a"', "constraint.ebnf_grammar", 'root ::= "a"'),
+    "choices": (["a", "天"], "constraint.choices.values", ["a", "天"]),
+    "logprobs": (3, "output.output_logprobs.top_count", 3),
+    "logprob_token_ids": ([7], "output.output_logprobs.token_ids", [7]),
+    "prompt_logprobs": (3, "output.prompt_logprobs.top_count", 3),
+    "prompt_logprob_token_ids": ([7], "output.prompt_logprobs.token_ids", [7]),
+    "prompt_logprobs_start": (2, "output.prompt_logprobs.start_position", 2),
+    "bypass_cache_read": (True, "cache.bypass_read", True),
+    "bypass_cache_write": (True, "cache.bypass_write", True),
+    "cache_salt": ("mine", "cache.salt", "mine"),
+    "omit_generation_prompt": (True, "chat.omit_generation_prompt", True),
     "context": ("truncate", "context.overflow", inference_pb2.CONTEXT_OVERFLOW_TRUNCATE),
     "window_tokens": (9, "context.window_tokens", 9),
     "hop_tokens": (3, "context.hop_tokens", 3),
@@ -61,6 +85,8 @@ def at(message: Message, path: str) -> Any:
     value: Any = message
     for name in path.split("."):
         value = getattr(value, name)
+    if isinstance(value, MutableMapping):
+        return dict(value)
     return list(value) if hasattr(value, "extend") else value
 
 
@@ -78,7 +104,7 @@ def options(**values: Any) -> GenerateOptions:
 
 
 def test_the_tables_cover_every_option() -> None:
-    assert {*ZEROS, *OTHERS, "timeout"} == GenerateOptions.__annotations__.keys()
+    assert {*ZEROS, *OTHERS, "timeout", "messages"} == GenerateOptions.__annotations__.keys()
 
 
 def test_nothing_set_sends_the_prompt_alone() -> None:
@@ -101,7 +127,13 @@ def test_zero_is_sent_as_zero(option: str) -> None:
 @pytest.mark.parametrize("option", OTHERS)
 def test_each_option_reaches_its_field(option: str) -> None:
     value, path, expected = OTHERS[option]
-    assert at(generate_request("hi", options(**{option: value})), path) == expected
+    # The one that is about messages makes a conversation of the prompt.
+    prompt = None if option == "omit_generation_prompt" else "hi"
+    messages = [{"role": "user", "content": "hi"}] if prompt is None else None
+    request = generate_request(prompt, options(**{option: value}, messages=messages))
+    assert at(request, path) == expected
+    constrained = option in ("json_schema", "json_object", "regex", "ebnf_grammar", "choices")
+    assert request.HasField("constraint") == constrained
 
 
 def test_a_single_stop_string_is_one_string() -> None:
@@ -139,6 +171,13 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"window_tokens": -1}, "context.window_tokens"),
     ({"delivery": 1}, "output.delivery_mode"),
     ({"request_id": 7}, "request_id"),
+    ({"logit_bias": {-1: 1}}, "sampling.logit_bias"),
+    ({"logit_bias": [1, 2]}, "sampling.logit_bias"),
+    ({"choices": "abc"}, "constraint.choices.values"),
+    ({"json_object": 1}, "constraint.json_object"),
+    ({"json_schema": {"const": float("nan")}}, "constraint.json_schema"),
+    ({"logprobs": -1}, "output.output_logprobs.top_count"),
+    ({"n": 1.5}, "sampling.sequence_count"),
 ]
 
 
@@ -174,13 +213,12 @@ def test_what_is_accepted_instead_is_said(wrong: dict[str, Any], text: str) -> N
 
 def test_ranges_are_the_servers() -> None:
     servers: dict[str, Option] = {
-        "sampling.temperature": TEMPERATURE,
-        "sampling.top_k": TOP_K,
-        "sampling.top_p": TOP_P,
-        "sampling.min_p": MIN_P,
+        **{f"sampling.{name}": option for name, option in SAMPLING.items()},
+        "sampling.sequence_count": Integer(1, MAX_SEQUENCES),
+        "priority": PRIORITY,
         "output.min_tokens_per_message": MIN_TOKENS_PER_MESSAGE,
     }
-    assert {path: _ACCEPTED[path] for path in servers} == {path: each.accepts for path, each in servers.items()}
+    assert {path: ACCEPTED_WORDS[path] for path in servers} == {path: each.accepts for path, each in servers.items()}
 
 
 @pytest.mark.parametrize("option", [*ZEROS, *OTHERS])
@@ -215,6 +253,33 @@ def test_an_option_that_does_not_exist_is_a_type_error() -> None:
         tokenize_request(["hi"], {"keep": True})  # type: ignore[typeddict-unknown-key]
     with pytest.raises(TypeError, match="detokenize"):
         detokenize_request([[1]], {"return_tokens": True})  # type: ignore[typeddict-unknown-key]
+
+
+def test_logprobs_of_the_token_alone_are_asked_for_by_a_zero() -> None:
+    request = generate_request("hi", {"logprobs": 0, "prompt_logprobs": 0})
+    assert request.output.HasField("output_logprobs")
+    assert request.output.HasField("prompt_logprobs")
+    assert not generate_request("hi", {"json_object": False}).HasField("constraint")
+
+
+def test_messages_in_place_of_a_prompt() -> None:
+    conversation = [{"role": "system", "content": ""}, {"role": "user", "content": "你好"}]
+    request = generate_request(None, {"messages": conversation})
+    assert [(each.role, each.content) for each in request.chat.messages] == [("system", ""), ("user", "你好")]
+    assert request.WhichOneof("prompt") == "chat"
+    assert generate_request(None, {"messages": []}).WhichOneof("prompt") == "chat"
+    for wrong in ("hello", [{"role": "user", "text": "x"}], [{"role": 1}], ["x"], [{"role": "u", "content": "\ud800"}]):
+        with pytest.raises(InvalidRequest) as caught:
+            generate_request(None, options(messages=wrong))
+        assert [each.field for each in caught.value.violations] == ["chat.messages"]
+    for prompt, messages in (("hi", conversation), (None, None)):
+        with pytest.raises(TypeError, match="either a prompt or messages"):
+            generate_request(prompt, options(messages=messages))
+
+
+def test_constraints_exclude_each_other() -> None:
+    with pytest.raises(TypeError, match="one constraint at most, not regex and choices"):
+        generate_request("hi", {"regex": "a", "choices": ["b"], "json_object": False})
 
 
 def test_look_alikes_are_type_errors() -> None:

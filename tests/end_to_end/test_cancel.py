@@ -19,8 +19,9 @@ import pytest
 
 from pellucid.v1 import inference_pb2, inference_pb2_grpc
 from pellucid_server.checkpoint_info import read_checkpoint_info
+from pellucid_server.ends import End
 from pellucid_server.frontend import Frontend, Package
-from pellucid_server.live_request import End, LiveRequest
+from pellucid_server.live_request import LiveRequest, LiveSequence
 from pellucid_server.settings import load_settings
 from pellucid_server.summary import Addresses
 from pellucid_testing.calls import collect, failure, generate, request
@@ -98,11 +99,9 @@ def in_flight(server: ServerProcess) -> float:
 
 
 def check_that_nothing_is_left(server: ServerProcess, since: float) -> None:
-    blocks = server.metric("pellucid_kv_cache_blocks_limit")
     for name, value, labels in (
         ("pellucid_requests_running", 0, {}),
         ("pellucid_requests_waiting", 0, {}),
-        ("pellucid_kv_cache_blocks", blocks, {"state": "free"}),
         ("pellucid_kv_cache_blocks", 0, {"state": "used"}),
     ):
         server.wait_for_metric(name, value, timeout=since + SECONDS - time.monotonic(), **labels)
@@ -168,22 +167,23 @@ class Witness:
         self.ended: list[tuple[LiveRequest, End]] = []
         private: Any = frontend
         self.table = private._table
-        self._count_token, self._count_end = self.table._count_token, self.table._count_end
-        self.table._count_token, self.table._count_end = self.count_token, self.count_end
+        accounts = self.table._accounts
+        self._token, self._ended = accounts.token, accounts.ended
+        accounts.token, accounts.ended = self.count_token, self.count_end
 
     @property
     def is_busy(self) -> bool:
         """Whether a request lives or a block is taken."""
         return bool(self.table.running_count or self.table.waiting_count or self.table.stats.used_blocks)
 
-    def count_token(self, request: LiveRequest, at: float) -> None:
+    def count_token(self, request: LiveRequest, sequence: LiveSequence, at: float) -> None:
         if request.deadline is not None and at > request.deadline:
             self.tokens_after_deadline[request.key] += 1
-        self._count_token(request, at)
+        self._token(request, sequence, at)
 
     def count_end(self, request: LiveRequest, end: End) -> None:
         self.ended.append((request, end))
-        self._count_end(request, end)
+        self._ended(request, end)
 
 
 async def test_after_a_deadline_comes_no_token_but_one_steps(folder: Path) -> None:
@@ -228,7 +228,7 @@ async def test_after_a_deadline_comes_no_token_but_one_steps(folder: Path) -> No
     assert max(witness.tokens_after_deadline.values(), default=0) <= 1
     # They stood in every state when their time was over.
     states = Counter(
-        "decoding" if request.generated else "queued" if request.first_scheduled_at is None else "prefilling"
+        "decoding" if request.output_token_count else "queued" if request.first_scheduled_at is None else "prefilling"
         for request, _ in witness.ended
     )
     assert len(states) >= 2, states

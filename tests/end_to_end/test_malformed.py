@@ -11,7 +11,8 @@ from typing import Any
 import grpc
 import pytest
 
-from pellucid_model.tokenizers.character import SPECIAL_TOKENS, CharacterTokenizer
+from pellucid_model.tokenizers.character import CharacterTokenizer
+from pellucid_model.tokenizers.simple import SPECIAL_TOKENS
 from pellucid_testing.calls import GENERATE, Answer, Failure, failure, generate, request
 from pellucid_testing.checkpoints import CHARACTERS, TINY, tiny_checkpoint, tiny_config
 from pellucid_testing.malformed import Case, Limits, cases

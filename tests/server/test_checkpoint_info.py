@@ -40,20 +40,34 @@ def test_sampling_defaults(tmp_path: Path) -> None:
     assert read(tmp_path, {}).sampling == SamplingDefaults()
     given = {"temperature": 0.6, "top_k": 0, "top_p": 0.9, "min_p": None, "do_sample": True}
     assert read(tmp_path, {}, given).sampling == SamplingDefaults(temperature=0.6, top_k=0, top_p=0.9)
+    more: dict[str, Any] = {"typical_p": 0.5, "repetition_penalty": 1.1, "presence_penalty": -1, "frequency_penalty": 2}
+    info = read(tmp_path, {}, more)
+    assert (info.sampling, info.notices) == (SamplingDefaults(**more), ())
     greedy = read(tmp_path, {}, {"temperature": 0.6, "do_sample": False}).sampling
     assert greedy.temperature == 0.0
 
 
-@pytest.mark.parametrize(("key", "value"), [("top_p", 0), ("temperature", "hot"), ("top_k", -1), ("min_p", 1.0)])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("top_p", 0),
+        ("temperature", "hot"),
+        ("top_k", -1),
+        ("min_p", 1.0),
+        ("typical_p", 0),
+        ("repetition_penalty", 0),
+        ("presence_penalty", 2.1),
+    ],
+)
 def test_defaults_out_of_range_are_refused(tmp_path: Path, key: str, value: object) -> None:
     with pytest.raises(StartError, match=rf"generation_config\.json: {key} = .* is not accepted; accepted: "):
         read(tmp_path, {}, {key: value})
 
 
 def test_fields_that_are_not_applied_are_told(tmp_path: Path) -> None:
-    info = read(tmp_path, {}, {"repetition_penalty": 1.1, "typical_p": 1.0, "transformers_version": "5"})
+    info = read(tmp_path, {}, {"no_repeat_ngram_size": 3, "num_beams": 1, "transformers_version": "5"})
     (notice,) = info.notices
-    assert "repetition_penalty = 1.1 is not applied" in notice
+    assert "no_repeat_ngram_size = 3 is not applied" in notice
 
 
 def test_names(tmp_path: Path) -> None:

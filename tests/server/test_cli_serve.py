@@ -57,7 +57,8 @@ def test_a_missing_checkpoint(tmp_path: Path) -> None:
     assert code == 1
     assert lines == [
         f"pellucid serve: checkpoint {tmp_path / 'missing'} does not exist; "
-        "name a folder with config.json and model.safetensors"
+        "name a folder with config.json and model.safetensors, "
+        "or a file: .gguf, .pt, .pth, .bin, .ckpt, .safetensors"
     ]
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 
-from pellucid_server.delivery import DeliveryRules, Outbox, Patience
+from pellucid_server.delivery import Batch, DeliveryRules, Outbox, Patience
+from pellucid_server.ends import End
+from pellucid_server.engine.messages import TokenLogprob
 
 
 def is_due(outbox: Outbox) -> bool:
@@ -18,6 +20,14 @@ def is_due(outbox: Outbox) -> bool:
     return False
 
 
+def token_ids(batch: Batch) -> list[int]:
+    return [token for output in batch.outputs.values() for token in output.token_ids]
+
+
+def texts(batch: Batch) -> list[str]:
+    return [text for output in batch.outputs.values() for text in output.texts]
+
+
 async def test_deltas_coalesce() -> None:
     outbox = Outbox(DeliveryRules())
     assert not is_due(outbox)
@@ -26,9 +36,9 @@ async def test_deltas_coalesce() -> None:
     outbox.add(7, "bc")
     assert is_due(outbox)
     batch = outbox.take()
-    assert (batch.token_ids, "".join(batch.texts)) == ([5, 6, 7], "abc")
+    assert (batch.outputs[0].token_ids, batch.outputs[0].text) == ([5, 6, 7], "abc")
     assert not is_due(outbox)
-    assert outbox.take().token_ids == []
+    assert token_ids(outbox.take()) == []
 
 
 async def test_the_first_token_never_waits_and_later_ones_gather() -> None:
@@ -46,7 +56,7 @@ async def test_the_first_token_never_waits_and_later_ones_gather() -> None:
     assert not is_due(outbox)
     outbox.close()
     assert is_due(outbox)
-    assert outbox.take().token_ids == [5]
+    assert token_ids(outbox.take()) == [5]
 
 
 async def test_final_only_waits_for_the_end() -> None:
@@ -55,19 +65,19 @@ async def test_final_only_waits_for_the_end() -> None:
     assert not is_due(outbox)
     outbox.close()
     assert is_due(outbox)
-    assert outbox.take().texts == ["a"]
+    assert texts(outbox.take()) == ["a"]
 
 
 async def test_what_is_left_out_makes_no_message_after_the_first() -> None:
     outbox = Outbox(DeliveryRules(with_token_ids=False))
     outbox.add(1, "")
     assert is_due(outbox)
-    assert outbox.take().token_ids == []
+    assert token_ids(outbox.take()) == []
     outbox.add(2, "")
     assert not is_due(outbox)
     outbox.add(3, "é")
     assert is_due(outbox)
-    assert outbox.take().texts == ["é"]
+    assert texts(outbox.take()) == ["é"]
     silent = Outbox(DeliveryRules(with_token_ids=False, with_text=False))
     silent.add(1, "a")
     assert is_due(silent)
@@ -97,3 +107,51 @@ async def test_a_stall_needs_both_time_and_bytes() -> None:
     assert not outbox.is_stalled(time.monotonic())
     outbox.written()
     assert not outbox.is_stalled(late)
+
+
+async def test_sequences_are_kept_apart_and_an_end_never_waits() -> None:
+    outbox = Outbox(DeliveryRules(min_tokens=100))
+    outbox.add(1, "a", index=1)
+    assert is_due(outbox)
+    outbox.take()
+    outbox.add(2, "b", index=0)
+    outbox.add(3, "c", index=1)
+    assert not is_due(outbox)
+    end = End("eos", 1.0)
+    outbox.end(1, end, 2)
+    assert is_due(outbox)
+    outputs = outbox.take().outputs
+    assert (outputs[0].text, outputs[0].end) == ("b", None)
+    assert (outputs[1].text, outputs[1].end, outputs[1].token_count) == ("c", end, 2)
+    whole = Outbox(DeliveryRules(final_only=True))
+    whole.end(0, end, 0)
+    assert not is_due(whole)
+
+
+async def test_nothing_goes_while_the_first_message_is_held() -> None:
+    outbox = Outbox(DeliveryRules())
+    outbox.hold()
+    outbox.add(1, "a")
+    outbox.end(1, End("eos", 1.0), 0)
+    assert not is_due(outbox)
+    outbox.release()
+    assert is_due(outbox)
+    held = Outbox(DeliveryRules())
+    held.hold()
+    held.close()
+    assert is_due(held)
+
+
+async def test_logprobs_are_content_and_count_for_a_slow_reader() -> None:
+    scored = TokenLogprob(1, -0.5, 1, ((1, -0.5, 1), (2, -0.75, 2)))
+    outbox = Outbox(DeliveryRules(with_token_ids=False, with_text=False), Patience(seconds=5.0, bytes=200))
+    late = time.monotonic() + 6
+    outbox.add(1, "a", logprob=scored)
+    outbox.take()
+    outbox.add(1, "a", logprob=scored)
+    outbox.add(1, "a", logprob=scored)
+    assert is_due(outbox)
+    assert not outbox.is_stalled(late)
+    outbox.add(1, "a", logprob=scored)
+    assert outbox.is_stalled(late)
+    assert outbox.take().outputs[0].logprobs == [scored] * 3

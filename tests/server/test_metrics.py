@@ -18,12 +18,12 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from pellucid.v1 import inference_pb2_grpc, server_pb2
 from pellucid_model.tokenizers import CharacterTokenizer
-from pellucid_server.engine.messages import Stats
 from pellucid_server.metrics import EngineMetrics, Metrics
 from pellucid_server.rpc.calls import Call, Calls
 from pellucid_testing.calls import GENERATE, failure, generate, request
 from pellucid_testing.scripted_engine import Script, ready
 from pellucid_testing.server import ServerProcess, serve
+from pellucid_testing.stats import stats
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "metrics.md"
 READY = ready(Script(lives="", kv_block_size=4, kv_block_count=16))
@@ -67,7 +67,7 @@ def test_the_document_lists_exactly_what_is_exported() -> None:
     metrics = Metrics("m", os.getpid)
     metrics.engine.ready(READY, "1.2.3")
     Calls("instance", metrics).unary("GetLoad", server_pb2.GetLoadRequest, nothing)
-    gpu = Stats(1, 0, 0, 0, 12, 4, 1, 0, 1, 0, 1, 1, 0.001, "decode", gpu_allocated_bytes=1, gpu_reserved_bytes=2)
+    gpu = stats(gpu_allocated_bytes=1, gpu_reserved_bytes=2)
     metrics.engine.step(gpu, 1.0)
     assert exported(metrics.registry) == documented()
 
@@ -76,20 +76,25 @@ def test_counters_survive_an_engine_restart() -> None:
     registry = CollectorRegistry()
     engine = EngineMetrics(registry, "m")
 
-    def step(preemptions: int, prefill: int) -> None:
-        engine.step(Stats(1, 0, 0, 0, 12, 4, 1, prefill, 1, preemptions, 1, 1, 0.001, "decode"), 1.0)
+    def step(preemptions: int, prefill: int, queried: int = 0, hit: int = 0) -> None:
+        totals = {"preemptions_total": preemptions}
+        totals |= {"prefix_queried_tokens_total": queried, "prefix_hit_tokens_total": hit}
+        engine.step(stats(used_blocks=3, cached_blocks=1, free_blocks=8, prefill_tokens_total=prefill, **totals), 1.0)
 
     def total(name: str) -> float | None:
         return registry.get_sample_value(f"pellucid_{name}_total", {"model_name": "m"})
 
     engine.ready(READY, "v")
     step(2, 10)
-    step(3, 15)
+    step(3, 15, queried=8, hit=4)
     engine.down()
     assert registry.get_sample_value("pellucid_engine_up") == 0
     engine.ready(READY, "v")
-    step(1, 4)
+    step(1, 4, queried=2, hit=1)
     assert (total("preemptions"), total("prefill_tokens")) == (4, 19)
+    assert (total("prefix_cache_queried_tokens"), total("prefix_cache_hit_tokens")) == (10, 5)
+    blocks = [{"model_name": "m", "state": state} for state in ("used", "cached", "free")]
+    assert [registry.get_sample_value("pellucid_kv_cache_blocks", labels) for labels in blocks] == [3, 1, 8]
     assert registry.get_sample_value("pellucid_kv_cache_usage_ratio", {"model_name": "m"}) == 0.25
 
 
@@ -112,9 +117,9 @@ def test_gpu_memory_is_there_with_a_gpu_alone() -> None:
         return [registry.get_sample_value(name, {"device": "H"}) for name in names]
 
     engine.ready(msgspec.structs.replace(READY, device="H"), "v")
-    engine.step(Stats(1, 0, 0, 0, 12, 4, 1, 1, 1, 0, 1, 1, 0.001, "decode"), 1.0)
+    engine.step(stats(), 1.0)
     assert memory() == [None, None]
-    engine.step(Stats(1, 0, 0, 0, 12, 4, 1, 1, 1, 0, 1, 1, 0.001, "decode", 100, 200), 1.0)
+    engine.step(stats(gpu_allocated_bytes=100, gpu_reserved_bytes=200), 1.0)
     assert memory() == [100, 200]
     engine.down()
     assert memory() == [None, None]
@@ -124,7 +129,7 @@ def test_idle_messages_are_no_steps() -> None:
     registry = CollectorRegistry()
     engine = EngineMetrics(registry, "m")
     engine.ready(READY, "v")
-    engine.step(Stats(0, 0, 0, 0, 16, 0, 0, 0, 0, 0, 0, 0, 0.0, "idle"), 1.0)
+    engine.step(stats(), 1.0)
     assert registry.get_sample_value("pellucid_step_batch_size_count", {"model_name": "m"}) == 0
 
 

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pellucid_model.tokenizers.character import CharacterTokenizer
-from pellucid_server.engine.messages import Sampling
+from pellucid_server.engine.messages import LogprobWish, Sampling
 from pellucid_server.errors import InvalidRequest, PromptTooLong, RequestTooLarge
 from pellucid_server.kv.window import ContextWindow
-from pellucid_server.live_request import Plan
+from pellucid_server.live_request import EngineOptions, Plan
 from pellucid_server.planning import (
     ContextWish,
     Wishes,
@@ -114,6 +114,31 @@ def test_truncation_by_its_formula(context: int, length: int, max_new_tokens: in
     assert made.prompt == list(range(length))[-keep:]
     assert made.dropped_token_count == max(0, length - keep)
     assert len(made.prompt) + effective_max_new_tokens(made) <= context
+
+
+def scored(length: int, wish: LogprobWish, overflow: str = "reject", context: int = 32) -> LogprobWish | None:
+    wanted = replace(wishes(0, overflow), options=EngineOptions(prompt_logprobs=wish))
+    return make_plan(model(context, cache=2**17), wanted, list(range(length))).options.prompt_logprobs
+
+
+def test_logprobs_of_a_prompt_begin_within_it() -> None:
+    assert scored(8, LogprobWish(2, (5,), 7)) == LogprobWish(2, (5,), 7)
+    for start in (8, 9, 2**32 - 1):
+        with pytest.raises(InvalidRequest, match=rf"start_position: {start} .* from 0 to 7"):
+            scored(8, LogprobWish(start=start))
+    # Tokens that were cut off have none; positions count in what is left.
+    assert scored(100, LogprobWish(start=50), "truncate") == LogprobWish(start=0)
+    assert scored(100, LogprobWish(start=90), "truncate") == LogprobWish(start=22)
+
+
+def test_logprobs_of_a_prompt_are_bounded_in_all() -> None:
+    most = 2**18 // 21
+    assert scored(most, LogprobWish(20), context=2**17) == LogprobWish(20)
+    with pytest.raises(
+        InvalidRequest, match=r"output\.prompt_logprobs: comes to 262164 entries; accepted: at most 262144"
+    ):
+        scored(most + 1, LogprobWish(20), context=2**17)
+    assert scored(most + 1, LogprobWish(20, start=1), context=2**17) is not None
 
 
 def test_texts_that_cannot_fit_are_refused_unread() -> None:

@@ -4,22 +4,53 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
+from pellucid.v1.inference_pb2 import FinishReason
 from pellucid_model.tokenizers import CharacterTokenizer
 from pellucid_server import errors
 from pellucid_server.delivery import DEFAULT_PATIENCE, DeliveryRules, Patience
-from pellucid_server.engine.messages import Abort, Finished, Progress, Sampling, Stats, StepDone, Submit
+from pellucid_server.engine.messages import (
+    Abort,
+    Finished,
+    FinishKind,
+    LogprobWish,
+    Progress,
+    Sampling,
+    StepDone,
+    Submit,
+    TokenLogprob,
+)
 from pellucid_server.kv.window import ContextWindow
-from pellucid_server.live_request import LiveRequest, Plan, window_moves
+from pellucid_server.live_request import NO_OPTIONS, EngineOptions, LiveRequest, Plan, window_moves
 from pellucid_server.metrics import Metrics
 from pellucid_server.readiness import Readiness
 from pellucid_server.requests import RequestTable
+from pellucid_server.rpc.messages import delta
+from pellucid_server.served import DefaultSampling, ServedModel
 from pellucid_server.text.stream import Delta, TextStream
+from pellucid_testing.stats import stats
 
 TOKENIZER = CharacterTokenizer.train(["abcdefghijklmnopqrstuvwxyz"])
+
+MODEL = ServedModel(
+    name="m",
+    tokenizer=TOKENIZER,
+    vocab_size=30,
+    eos_ids=(2,),
+    context_length=64,
+    block_size=16,
+    block_count=16,
+    native_window=0,
+    can_roll=True,
+    longest_token=1,
+    sampling=DefaultSampling(),
+    default_max_new_tokens=16,
+    max_new_tokens_limit=64,
+    overflow="reject",
+)
 
 
 class Recorder:
@@ -48,6 +79,18 @@ class Bench:
         self.table = RequestTable(self.engine, self.readiness, self.metrics, max_live, patience, max_running)
         self.readiness.engine_up()
 
+    def start_many(
+        self, count: int, options: EngineOptions = NO_OPTIONS, stops: tuple[str, ...] = (), **limits: Any
+    ) -> LiveRequest:
+        request = self.admit("many", sequences=count, **limits)
+        plan = Plan([1, 2, 3], 3, 0, Sampling(0.0, 0, 1.0, 0.0, 7), 100, 0, [2], [], 64, options=options)
+        self.table.start(request, plan, lambda: TextStream(TOKENIZER, stops))
+        return request
+
+    def token_of(self, request: LiveRequest, index: int, letter: str, finished: Finished | None = None) -> None:
+        (token,) = TOKENIZER.encode(letter, add_special_tokens=False)
+        self.step(Progress(request.sequences[index].key, token, finished, time.monotonic(), 0))
+
     def admit(self, request_id: str = "r", **limits: Any) -> LiveRequest:
         limits = {"deadline": None, "time_limit": None, **limits}
         return self.table.admit(request_id, DeliveryRules(), **limits)
@@ -55,12 +98,12 @@ class Bench:
     def start(self, request_id: str = "r", stops: tuple[str, ...] = (), **limits: Any) -> LiveRequest:
         request = self.admit(request_id, **limits)
         plan = Plan([1, 2, 3], 3, 0, Sampling(0.0, 0, 1.0, 0.0, 7), 100, 0, [2], [], 64)
-        self.table.start(request, plan, TextStream(TOKENIZER, stops))
+        self.table.start(request, plan, lambda: TextStream(TOKENIZER, stops))
         return request
 
     def step(self, *progress: Progress, running: int = 1) -> None:
-        stats = Stats(running, 0, 0, 0, 16, 0, 1, 0, 1, 0, len(progress), 1, 0.001, "decode")
-        self.table.engine_step(StepDone(list(progress), stats, time.monotonic()))
+        snapshot = stats(running=running, step_sequences=len(progress), step_tokens=1, step_phase="decode")
+        self.table.engine_step(StepDone(list(progress), snapshot, time.monotonic()))
 
     def token(self, request: LiveRequest, letter: str, finished: Finished | None = None) -> None:
         (token,) = TOKENIZER.encode(letter, add_special_tokens=False)
@@ -82,7 +125,7 @@ async def test_admission_is_bounded_and_room_returns() -> None:
     bench = Bench(max_live=2)
     first = bench.admit("1")
     bench.admit("2")
-    with pytest.raises(errors.QueueFull, match="2 requests"):
+    with pytest.raises(errors.QueueFull, match="2 of 2 places"):
         bench.admit("3")
     bench.table.abandon(first)
     bench.admit("3")
@@ -133,8 +176,8 @@ async def test_a_request_ends_once_whatever_comes_later() -> None:
     assert bench.engine.aborted == []
     # The token that is the end token counts, and has no text.
     batch = request.outbox.take()
-    assert len(batch.token_ids) == 2
-    assert "".join(batch.texts) == "a"
+    assert len(batch.outputs[0].token_ids) == 2
+    assert batch.outputs[0].text == "a"
 
 
 @pytest.mark.parametrize("state", ["admitted", "submitted", "running"])
@@ -184,10 +227,10 @@ async def test_a_stop_string_ends_the_request_and_drops_the_rest() -> None:
         bench.token(request, letter)
     assert request.end is not None
     assert (request.end.reason, request.end.matched_stop_string) == ("stop_string", "cd")
-    assert len(request.generated) == 4
+    assert len(request.sequences[0].generated) == 4
     batch = request.outbox.take()
-    assert "".join(batch.texts) == "ab"
-    assert len(batch.token_ids) == 4
+    assert batch.outputs[0].text == "ab"
+    assert len(batch.outputs[0].token_ids) == 4
     assert bench.engine.aborted == [request.key]
 
 
@@ -213,7 +256,7 @@ async def test_held_text_is_flushed_at_other_ends() -> None:
             bench.step(Progress(request.key, 2, Finished("eos", 2), 0.0, 0))
         else:
             bench.token(request, "b", Finished("max_new_tokens"))
-        assert "".join(request.outbox.take().texts) == "ab"
+        assert request.outbox.take().outputs[0].text == "ab"
 
 
 async def test_errors_of_the_engine_become_errors_of_the_call() -> None:
@@ -266,14 +309,14 @@ async def test_a_request_whose_text_fails_ends_alone(caplog: pytest.LogCaptureFi
     broken, sound = bench.admit("broken"), bench.start("sound")
     plan = sound.plan
     assert plan is not None
-    bench.table.start(broken, plan, Broken(TOKENIZER))
+    bench.table.start(broken, plan, lambda: Broken(TOKENIZER))
     progress = [Progress(request.key, 5, None, 0.0, 0) for request in (broken, sound)]
     bench.step(*progress, running=2)
     assert isinstance(broken.end and broken.end.error, errors.InternalError)
     assert "character" not in str(broken.end)
     assert bench.engine.aborted == [broken.key]
     assert sound.end is None
-    assert len(sound.generated) == 1
+    assert len(sound.sequences[0].generated) == 1
     assert bench.finished() == {"engine_error": 1}
 
 
@@ -290,15 +333,15 @@ async def test_a_new_engine_goes_on_where_the_old_one_stopped() -> None:
     first, second = bench.engine.sent
     assert isinstance(first, Submit)
     assert isinstance(second, Submit)
-    assert (first.key, first.generated) == (running.key, running.generated)
+    assert (first.key, first.generated) == (running.key, running.sequences[0].generated)
     assert len(first.generated) == 2
     assert (second.key, second.generated) == (waiting.key, [])
     assert first.sampling.seed == 7
     assert (running.recoveries, waiting.recoveries, admitted.recoveries) == (1, 1, 0)
     bench.token(running, "c", Finished("max_new_tokens"))
     batch = running.outbox.take()
-    assert "".join(batch.texts) == "abc"
-    assert len(batch.token_ids) == 3
+    assert batch.outputs[0].text == "abc"
+    assert len(batch.outputs[0].token_ids) == 3
 
 
 async def test_a_plan_made_while_the_engine_is_away_is_submitted_to_the_next() -> None:
@@ -306,7 +349,7 @@ async def test_a_plan_made_while_the_engine_is_away_is_submitted_to_the_next() -
     request = bench.admit()
     bench.readiness.engine_down()
     bench.table.engine_down()
-    bench.table.start(request, Plan([1], 1, 0, Sampling(0.0, 0, 1.0, 0.0, 0), 4, 0, [], [], 64), None)
+    bench.table.start(request, Plan([1], 1, 0, Sampling(0.0, 0, 1.0, 0.0, 0), 4, 0, [], [], 64), lambda: None)
     assert bench.engine.sent == []
     bench.table.engine_up()
     assert [message.key for message in bench.engine.sent] == [request.key]
@@ -376,9 +419,146 @@ async def test_window_moves_and_dropped_tokens_are_counted_at_the_end() -> None:
     ):
         request = bench.admit()
         plan = Plan([1, 2, 3], 3, 0, Sampling(0.0, 0, 1.0, 0.0, 7), 3, 0, [], [], 6, overflow, context)
-        bench.table.start(request, plan, None)
+        bench.table.start(request, plan, lambda: None)
         for finished in (None, None, Finished("max_new_tokens")):
             bench.token(request, "a", finished)
         assert window_moves(request, plan) == moves
         assert _nonzero(bench.metrics.window_moves)[overflow] == moves
         assert _nonzero(bench.metrics.dropped_context_tokens)[overflow] == unseen
+
+
+async def test_each_sequence_takes_a_place() -> None:
+    bench = Bench(max_live=4)
+    bench.admit("1", sequences=3)
+    with pytest.raises(errors.QueueFull, match=r"3 of 4 places are taken, and this request needs 2"):
+        bench.admit("2", sequences=2)
+    bench.admit("3")
+
+
+async def test_several_sequences_end_one_by_one_and_the_last_ends_the_request() -> None:
+    bench = Bench()
+    request = bench.start_many(3, stops=("cd",))
+    submits = [message for message in bench.engine.sent if isinstance(message, Submit)]
+    assert [each.sequence_index for each in submits] == [0, 1, 2]
+    assert {each.group for each in submits} == {submits[0].key}
+    assert {each.sampling.seed for each in submits} == {7}
+    bench.token_of(request, 1, "a", Finished("max_new_tokens"))
+    bench.token_of(request, 0, "c")
+    bench.token_of(request, 0, "d")
+    assert request.end is None
+    batch = request.outbox.take()
+    assert {index: output.text for index, output in batch.outputs.items()} == {1: "a", 0: ""}
+    ends = {index: output.end for index, output in batch.outputs.items()}
+    assert [end and end.reason for end in (ends[0], ends[1])] == ["stop_string", "max_new_tokens"]
+    assert [batch.outputs[index].token_count for index in (0, 1)] == [2, 1]
+    assert bench.engine.aborted == [request.sequences[0].key]
+    # What still comes for a sequence that has ended is dropped.
+    bench.token_of(request, 0, "e")
+    bench.token_of(request, 2, "b", Finished("eos", 2))
+    assert request.end is not None
+    assert request.end.reason == "eos"
+    assert request.output_token_count == 4
+    assert bench.finished() == {"eos": 1}
+    assert bench.table.waiting_count == bench.table.running_count == 0
+    assert bench.sample("pellucid_generated_tokens_total") == 4
+
+
+@pytest.mark.parametrize("event", ["cancel", "non_finite", "deadline", "broken"])
+async def test_what_ends_one_sequence_badly_ends_all(event: str) -> None:
+    bench = Bench()
+    request = bench.start_many(3)
+    bench.token_of(request, 0, "a", Finished("max_new_tokens"))
+    if event == "cancel":
+        assert bench.table.cancel("many")
+    elif event == "broken":
+        bench.table.fail(request, errors.InternalError("x"))
+    else:
+        bench.step(Progress(request.sequences[1].key, None, Finished(event), 0.0, 0))  # type: ignore[arg-type]
+    told = {"cancel": [1, 2], "broken": [1, 2]}.get(event, [2])
+    assert bench.engine.aborted == [request.sequences[index].key for index in told]
+    assert request.unfinished == []
+    assert sum(bench.finished().values()) == 1
+    reasons = {index: output.end and output.end.reason for index, output in request.outbox.take().outputs.items()}
+    if event == "cancel":
+        assert reasons == {0: "max_new_tokens", 1: "cancelled", 2: "cancelled"}
+    else:
+        assert request.end is not None
+        assert request.end.error is not None
+
+
+async def test_a_new_engine_gets_the_sequences_that_are_left() -> None:
+    bench = Bench()
+    wish = LogprobWish(top_count=1)
+    request = bench.start_many(3, EngineOptions(priority=5, prompt_logprobs=wish, cache_salt="s"))
+    first = [message for message in bench.engine.sent if isinstance(message, Submit)]
+    assert [each.prompt_logprobs for each in first] == [wish, None, None]
+    assert {(each.priority, each.cache_salt) for each in first} == {(5, "s")}
+    bench.token_of(request, 0, "a", Finished("max_new_tokens"))
+    bench.token_of(request, 2, "b")
+    bench.engine.sent.clear()
+    bench.table.engine_down()
+    bench.table.engine_up()
+    again = [message for message in bench.engine.sent if isinstance(message, Submit)]
+    assert [(each.sequence_index, len(each.generated)) for each in again] == [(1, 0), (2, 1)]
+    assert {each.group for each in again} == {again[0].key}
+    # Nothing has been told of the prompt, so the first of those that are left is asked for it.
+    assert [each.prompt_logprobs for each in again] == [wish, None]
+    bench.token_of(request, 1, "c", Finished("max_new_tokens"))
+    bench.engine.sent.clear()
+    bench.table.engine_down()
+    bench.table.engine_up()
+    (last,) = bench.engine.sent
+    assert isinstance(last, Submit)
+    assert (last.sequence_index, last.group) == (2, None)
+
+
+async def test_the_first_message_waits_for_the_prompts_logprobs_and_they_are_asked_for_once() -> None:
+    bench = Bench()
+    request = bench.start_many(2, EngineOptions(prompt_logprobs=LogprobWish(), output_logprobs=LogprobWish()))
+    scored = TokenLogprob(5, -0.5, 1)
+    bench.step(Progress(request.sequences[1].key, 5, None, 1.0, 0, scored))
+    waiting = asyncio.create_task(request.outbox.wait())
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    found = [TokenLogprob(1, None, 0), TokenLogprob(2, -1.0, 1), TokenLogprob(3, -2.0, 4)]
+    bench.step(Progress(request.sequences[0].key, 6, None, 1.0, 0, scored, found, cached_tokens=2))
+    await asyncio.wait_for(waiting, 1)
+    assert request.prompt_logprobs == found
+    outputs = request.outbox.take().outputs
+    assert [(outputs[index].token_ids, outputs[index].logprobs) for index in (0, 1)] == [
+        ([6], [scored]),
+        ([5], [scored]),
+    ]
+    bench.engine.sent.clear()
+    bench.table.engine_down()
+    bench.table.engine_up()
+    assert [message.prompt_logprobs for message in bench.engine.sent if isinstance(message, Submit)] == [None, None]
+    # What a new engine tells again is not taken again.
+    bench.step(Progress(request.sequences[0].key, 7, None, 2.0, 0, scored, [TokenLogprob(9, None, 0)], cached_tokens=1))
+    assert request.prompt_logprobs == found
+    assert len(request.outbox.take().outputs[0].logprobs) == 1
+
+
+async def test_who_runs_first_by_priority_is_charged_with_an_engines_death() -> None:
+    bench = Bench(max_running=1)
+    early = bench.start("early")
+    urgent = bench.admit("urgent")
+    plan = Plan([1], 1, 0, Sampling(0.0, 0, 1.0, 0.0, 0), 4, 0, [], [], 64, options=EngineOptions(priority=1))
+    bench.table.start(urgent, plan, lambda: None)
+    for _ in range(3):
+        bench.table.engine_down()
+        bench.table.engine_up()
+    assert isinstance(urgent.end and urgent.end.error, errors.EngineDown)
+    assert early.end is None
+
+
+@pytest.mark.parametrize("kind", get_args(FinishKind))
+async def test_every_end_of_the_engine_is_told_and_counted(kind: FinishKind) -> None:
+    bench = Bench()
+    request = bench.start()
+    bench.step(Progress(request.key, None, Finished(kind), 0.0, 0))
+    assert request.end is not None
+    assert sum(bench.finished().values()) == 1
+    if request.end.error is None:
+        (output,) = delta(request.outbox.take(), MODEL).outputs
+        assert FinishReason.Name(output.finish.reason) == f"FINISH_REASON_{kind.upper()}"

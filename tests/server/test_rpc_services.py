@@ -81,7 +81,7 @@ def test_server_info(server: ServerProcess) -> None:
     info, call = stub.GetServerInfo.with_call(server_pb2.GetServerInfoRequest())
     assert dict(call.initial_metadata())["x-pellucid-instance"] == info.instance_id
     assert (info.max_running_requests, info.max_queued_requests, info.max_batched_tokens) == (3, 5, 512)
-    assert (info.device, info.dtype, info.schema_revision) == ("cpu", "float32", 1)
+    assert (info.device, info.dtype, info.schema_revision) == ("cpu", "float32", 2)
     assert info.version.count(".") == 2
     assert info.kv_block_size * info.kv_block_count >= 128
     later = stub.GetServerInfo(server_pb2.GetServerInfoRequest())

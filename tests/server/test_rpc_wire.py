@@ -57,10 +57,10 @@ def test_bytes_that_are_not_protobuf(raw: bytes) -> None:
 
 def test_unknown_fields_are_refused_with_path_and_number() -> None:
     sampling = types_pb2.SamplingParams(temperature=1).SerializeToString() + b"\x30\x01"
-    raw = text_field(3, b"x") + text_field(7, sampling) + text_field(13, b"adapter") + b"\x70\x05"
+    raw = text_field(3, b"x") + text_field(7, sampling) + text_field(13, b"adapter") + b"\x88\x01\x05"
     with pytest.raises(UnsupportedField) as caught:
         parse(raw, inference_pb2.GenerateRequest)
-    assert [v.field for v in caught.value.violations] == ["field 13", "field 14", "sampling.field 6"]
+    assert [v.field for v in caught.value.violations] == ["field 13", "field 17", "sampling.field 6"]
 
 
 def test_unknown_fields_in_repeated_messages() -> None:

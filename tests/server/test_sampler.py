@@ -2,41 +2,31 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from pellucid_model.kernels.library import load_variant, supported_variants
 from pellucid_server.engine.messages import Sampling
-from pellucid_server.engine.sampler import Sampler, SamplerRow
+from pellucid_server.engine.sampler import SamplerRow
 from pellucid_server.engine.sampler_reference import gumbel_noise, philox, sample_row
+from pellucid_testing.sampling import (
+    GREEDY,
+    IMPLEMENTATIONS,
+    assert_follows,
+    count_draws,
+    make_row,
+    make_sampler,
+    sample_one,
+    sampling,
+)
 
-GREEDY = Sampling(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
 INF = math.inf
-IMPLEMENTATIONS = (*supported_variants(), "numpy")
-
-
-def make_sampler(implementation: str, vocab_size: int, threads: int = 1) -> Sampler:
-    library = None if implementation == "numpy" else load_variant(implementation)
-    return Sampler(vocab_size, library, threads)
-
-
-def sampling(
-    temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0, seed: int = 0
-) -> Sampling:
-    return Sampling(temperature, top_k, top_p, min_p, seed)
-
-
-def sample_one(
-    implementation: str, logits: Sequence[float], row: SamplerRow, vocab_size: int | None = None
-) -> int | None:
-    sampler = make_sampler(implementation, len(logits) if vocab_size is None else vocab_size)
-    return sampler.sample(torch.tensor([list(logits)], dtype=torch.float32), [row])[0]
 
 
 @pytest.fixture(params=IMPLEMENTATIONS)
@@ -89,6 +79,7 @@ _LOGIT = st.one_of(
     st.sampled_from([0.0, -0.0, -INF, 60000.0, -60000.0, 3.4e38, -3.4e38, 1e-40]),
     st.floats(-20, 20, width=32),
 )
+_TOKENS = st.integers(0, 64)  # a few of them beyond the vocabulary
 _SAMPLING = st.builds(
     Sampling,
     temperature=st.sampled_from([0.0, 5e-324, 1e-300, 1e-9, 1e-4, 0.1, 0.7, 1.0, 1.7, 100.0]),
@@ -96,6 +87,14 @@ _SAMPLING = st.builds(
     top_p=st.sampled_from([1.0, 1.0, 1e-9, 0.1, 0.5, 0.9, 0.999999]),
     min_p=st.sampled_from([0.0, 0.0, 0.01, 0.3, 0.999, math.exp(-1.0)]),
     seed=st.sampled_from([0, 1, 2**32, 2**63, 2**64 - 1]),
+    typical_p=st.sampled_from([1.0, 1.0, 1e-9, 0.2, 0.9, 0.999999]),
+    repetition_penalty=st.sampled_from([1.0, 1.0, 0.01, 0.7, 1.3, 100.0]),
+    presence_penalty=st.sampled_from([0.0, 0.0, -2.0, 0.3, 2.0]),
+    frequency_penalty=st.sampled_from([0.0, 0.0, -2.0, 0.1, 2.0]),
+    logit_bias=st.dictionaries(_TOKENS, st.sampled_from([-100.0, -0.7, 0.0, 1e-9, 3.0, 100.0]), max_size=4).map(
+        lambda biases: tuple(biases.items())
+    ),
+    allowed_ids=st.one_of(st.just(()), st.lists(_TOKENS, max_size=8).map(tuple)),
 )
 
 
@@ -103,24 +102,32 @@ _SAMPLING = st.builds(
     logits=st.lists(_LOGIT, min_size=1, max_size=60),
     sampling=_SAMPLING,
     banned=st.lists(st.integers(0, 59), max_size=4).map(tuple),
+    prompt=st.lists(_TOKENS, max_size=5),
+    output=st.lists(_TOKENS, max_size=8),
+    permitted=st.none() | st.sets(_TOKENS),
     output_index=st.sampled_from([0, 1, 2**32 - 1]),
-    sequence_index=st.sampled_from([0, 7, 2**32 - 1]),
     beyond=st.lists(st.sampled_from([9.0, INF, math.nan]), max_size=2),
 )
-@example([0.0, -0.0, 0.0], sampling(top_k=2), (), 0, 0, [])
-@settings(max_examples=400, deadline=None)
+@example([0.0, -0.0, 0.0], sampling(top_k=2), (), [], [], None, 0, [])
+@settings(max_examples=600, deadline=None)
 def test_every_implementation_gives_the_reference_token(
     logits: list[float],
     sampling: Sampling,
     banned: tuple[int, ...],
+    prompt: list[int],
+    output: list[int],
+    permitted: set[int] | None,
     output_index: int,
-    sequence_index: int,
     beyond: list[float],
 ) -> None:
     size = len(logits)
-    rows = [SamplerRow(sampling, banned, output_index ^ i, sequence_index) for i in range(12)]
+    row = make_row(sampling, output_index, prompt, output, permitted, banned)
+    rows = [dataclasses.replace(row, output_index=output_index ^ i, sequence_index=i % 2) for i in range(8)]
     single = np.array(logits, np.float32).tolist()
-    expected = [sample_row(single, size, sampling, banned, sequence_index, row.output_index) for row in rows]
+    expected = [
+        sample_row(single, size, sampling, banned, r.sequence_index, r.output_index, prompt, output, permitted)
+        for r in rows
+    ]
     matrix = torch.tensor([[*logits, *beyond]] * len(rows), dtype=torch.float32)
     for name in IMPLEMENTATIONS:
         assert make_sampler(name, size).sample(matrix, rows) == expected, name
@@ -132,20 +139,24 @@ def test_every_implementation_gives_the_reference_token(
     rounded=st.booleans(),
     vocab_size=st.sampled_from([255, 256, 257, 1000, 3000]),
     setting=_SAMPLING,
-    top_k=st.sampled_from([0, 50, 127, 128, 129, 900]),
+    top_k=st.sampled_from([0, 0, 50, 127, 128, 129, 900]),
+    share=st.sampled_from([0, 2, 32]),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_every_implementation_gives_the_reference_token_over_larger_vocabularies(
-    seed: int, spread: float, rounded: bool, vocab_size: int, setting: Sampling, top_k: int
+    seed: int, spread: float, rounded: bool, vocab_size: int, setting: Sampling, top_k: int, share: int
 ) -> None:
-    logits = np.random.default_rng(seed).normal(size=vocab_size).astype(np.float32) * np.float32(spread)
+    generator = np.random.default_rng(seed)
+    logits = generator.normal(size=vocab_size).astype(np.float32) * np.float32(spread)
     if rounded:
         logits = np.round(logits)
-    setting = Sampling(setting.temperature, top_k, setting.top_p, setting.min_p, seed)
-    expected = sample_row(logits.tolist(), vocab_size, setting, (), 0, seed % 97)
+    prompt, output = (generator.integers(0, vocab_size + 10, 40).tolist() for _ in range(2))
+    permitted = set(np.flatnonzero(generator.integers(0, share, vocab_size)).tolist()) if share else None
+    setting = msgspec.structs.replace(setting, top_k=top_k, seed=seed, allowed_ids=())
+    expected = sample_row(logits.tolist(), vocab_size, setting, (), 0, seed % 97, prompt, output, permitted)
+    row = make_row(setting, seed % 97, prompt, output, permitted)
     for name in IMPLEMENTATIONS:
-        sampler = make_sampler(name, vocab_size)
-        assert sampler.sample(torch.from_numpy(logits[None]), [SamplerRow(setting, (), seed % 97)]) == [expected], name
+        assert make_sampler(name, vocab_size).sample(torch.from_numpy(logits[None]), [row]) == [expected], name
 
 
 @pytest.mark.parametrize("order", ["ascending", "descending"])
@@ -297,14 +308,9 @@ def test_tokens_follow_the_distribution(setting: Sampling, expected: list[float]
     draws = 20000
     logits = torch.tensor([_PROBABILITIES]).log().flip(1).repeat(draws, 1)
     rows = [SamplerRow(setting, (), output) for output in range(draws)]
-    tokens = make_sampler(IMPLEMENTATIONS[0], 8).sample(logits, rows)
-    counts = np.bincount([7 - t for t in tokens if t is not None], minlength=8)
-
-    share = np.array(expected) / sum(expected)
+    counts = count_draws(logits, rows)[::-1]
     assert counts[len(expected) :].sum() == 0
-    chi_squared = float((((counts[: len(expected)] - draws * share) ** 2) / (draws * share)).sum())
-    # The 99.9 % quantiles for 2 and for 7 degrees of freedom are 13.8 and 24.3.
-    assert chi_squared < {2: 13.8, 3: 16.3, 4: 18.5, 5: 20.5, 7: 24.3}[len(expected) - 1]
+    assert_follows(counts[: len(expected)], expected)
 
 
 def test_consecutive_draws_and_sequences_are_independent() -> None:

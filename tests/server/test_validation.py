@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from pellucid.v1 import inference_pb2, types_pb2
-from pellucid_model.tokenizers import CharacterTokenizer
+from pellucid_model.tokenizers import CharacterTokenizer, ChatTemplate
+from pellucid_server.chat import ChatPrompter
 from pellucid_server.checkpoint_info import SamplingDefaults
+from pellucid_server.engine.messages import Constraint, LogprobWish
 from pellucid_server.errors import InvalidRequest, ModelNotFound, UnsupportedField
+from pellucid_server.live_request import NO_OPTIONS
 from pellucid_server.planning import ContextWish
+from pellucid_server.rpc.inference import prompt_tokens
 from pellucid_server.rpc.validation import GenerateSpec, validate_generate
 from pellucid_server.served import DefaultSampling, ServedModel, default_sampling
 
@@ -39,7 +44,7 @@ def model(tokenizer: bool = True, can_roll: bool = True) -> ServedModel:
 
 
 def validate(tokenizer: bool = True, **fields: Any) -> GenerateSpec:
-    if not {"text", "token_ids"} & set(fields):
+    if not {"text", "token_ids", "chat"} & set(fields):
         fields["text"] = "abc"
     return validate_generate(inference_pb2.GenerateRequest(**fields), model(tokenizer))
 
@@ -71,6 +76,10 @@ def test_a_refused_number_is_shown_as_it_was_sent(value: float, shown: str) -> N
 @pytest.mark.parametrize(
     ("field", "good", "bad"),
     [
+        ("typical_p", [1e-9, 0.5, 1.0], [math.nan, math.inf, -math.inf, 0.0, -1.0, 1.0001, 1e30]),
+        ("repetition_penalty", [0.01, 1.0, 100.0], [math.nan, math.inf, -math.inf, 0.0, 0.0099, 100.1, 1e30]),
+        ("presence_penalty", [-2.0, 0.0, 2.0], [math.nan, math.inf, -math.inf, -2.001, 2.001, 1e30]),
+        ("frequency_penalty", [-2.0, 0.0, 2.0], [math.nan, math.inf, -math.inf, -2.001, 2.001, 1e30]),
         ("temperature", [0.0, 1e-9, 1.0, 100.0], [math.nan, math.inf, -math.inf, -1e-9, -1.0, 100.1, 1e30]),
         ("top_p", [1e-9, 0.5, 1.0], [math.nan, math.inf, -math.inf, 0.0, -1.0, 1.0001, 1e30]),
         ("min_p", [0.0, 0.5, 0.999], [math.nan, math.inf, -math.inf, -1e-9, -1.0, 1.0, 1e30]),
@@ -273,3 +282,88 @@ def test_a_million_bad_values_make_a_short_answer() -> None:
         stopping=inference_pb2.StoppingCriteria(stop_strings=[""] * 32, stop_token_ids=[VOCAB] * 256),
     )
     assert 0 < len(found) <= 16
+
+
+def test_a_penalty_of_a_hundredth_is_shown_as_such() -> None:
+    found = refused(sampling={"repetition_penalty": 0.001})
+    assert found["sampling.repetition_penalty"].endswith("accepted: a number in [0.01, 100]")
+
+
+def test_biases_and_allowed_ids() -> None:
+    sampling = validate(sampling={"logit_bias": {7: -100, 0: 100, 3: 0.5}}).wishes.sampling
+    assert sampling.logit_bias == ((0, 100.0), (3, 0.5), (7, -100.0))
+    assert validate(sampling={"allowed_token_ids": [9, 2, 9]}).wishes.sampling.allowed_ids == (2, 9)
+    found = refused(sampling={"logit_bias": {VOCAB: 1, 1: math.nan, 2: 101}, "allowed_token_ids": [0, VOCAB]})
+    assert set(found) == {
+        f"sampling.logit_bias[{VOCAB}]",
+        "sampling.logit_bias[1]",
+        "sampling.logit_bias[2]",
+        "sampling.allowed_token_ids[1]",
+    }
+
+
+def test_sequence_counts() -> None:
+    assert validate().sequence_count == 1
+    assert validate(sampling={"sequence_count": 64}).sequence_count == 64
+    for count in (0, 65):
+        assert "from 1 to 64" in refused(sampling={"sequence_count": count})["sampling.sequence_count"]
+    small = replace(model(), max_sequences=3)
+    with pytest.raises(InvalidRequest, match="from 1 to 3"):
+        validate_generate(inference_pb2.GenerateRequest(text="a", sampling={"sequence_count": 4}), small)
+
+
+def test_logprobs() -> None:
+    assert validate().wishes.options == NO_OPTIONS
+    output: Any = {
+        "output_logprobs": {},
+        "prompt_logprobs": {"top_count": 20, "token_ids": [4, 4], "start_position": 9},
+    }
+    options = validate(output=output).wishes.options
+    assert options.output_logprobs == LogprobWish()
+    assert options.prompt_logprobs == LogprobWish(20, (4,), 9)
+    few = replace(model(), max_logprobs=0)
+    request = inference_pb2.GenerateRequest(text="a", output={"output_logprobs": {"top_count": 1}})
+    with pytest.raises(InvalidRequest, match=r"output\.output_logprobs\.top_count: 1 .* from 0 to 0"):
+        validate_generate(request, few)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"regex": "a+"}, Constraint("regex", "a+")),
+        ({"json_schema": "{}"}, Constraint("json_schema", "{}")),
+        ({"json_object": {}}, Constraint("json_object")),
+        ({"ebnf_grammar": 'root ::= "a"'}, Constraint("ebnf", 'root ::= "a"')),
+        ({"choices": {"values": ["b", "a", "b"]}}, Constraint("choices", choices=("b", "a"))),
+    ],
+)
+def test_constraints(given: dict[str, Any], expected: Constraint) -> None:
+    assert validate(constraint=given).wishes.options.constraint == expected
+    found = refused(UnsupportedField, False, token_ids={"ids": [1]}, constraint=given)
+    assert set(found) == {"constraint"}
+
+
+def test_cache_options_and_priority() -> None:
+    options = validate(cache={"bypass_read": True, "salt": "x" * 256}, priority=-100).wishes.options
+    assert (options.cache_read, options.cache_write, options.cache_salt) == (False, True, "x" * 256)
+    assert options.priority == -100
+    assert not validate(cache={"bypass_write": True}).wishes.options.cache_write
+
+
+def test_chat_needs_a_template_and_messages() -> None:
+    template = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}<eos>")
+    speaking = replace(model(), chat=ChatPrompter(template, TOKENIZER))
+    request = inference_pb2.GenerateRequest(chat={"messages": [{"role": "user", "content": "a"}, {"role": "x-Y_1"}]})
+    spec = validate_generate(request, speaking)
+    assert (spec.chat, spec.open_answer) == ((("user", "a"), ("x-Y_1", "")), True)
+    assert (spec.text, spec.token_ids, spec.wishes.prompt_field) == (None, None, "chat.messages")
+    assert prompt_tokens(speaking, spec) == [*TOKENIZER.encode("a", add_special_tokens=False), 2]
+    request.chat.omit_generation_prompt = True
+    assert not validate_generate(request, speaking).open_answer
+    assert set(refused(UnsupportedField, chat={"messages": [{"role": "user"}]})) == {"chat"}
+    request.chat.messages.add(role="", content="b")
+    with pytest.raises(InvalidRequest, match=r"chat\.messages\[2\]\.role: '' is not accepted"):
+        validate_generate(request, speaking)
+    request.chat.ClearField("messages")
+    with pytest.raises(InvalidRequest, match=r"chat\.messages: has 0 entries; accepted: 1 to 1024"):
+        validate_generate(request, speaking)

@@ -5,18 +5,18 @@ import type { Deserialize, Serialize } from "@grpc/proto-loader";
 import { methods } from "./contract.js";
 import { InternalError, toPellucidError } from "./errors.js";
 import {
-  type CallOptions, type DetokenizeOptions, detokenizeRequest, type GenerateOptions, generateRequest, type TokenizeOptions, tokenizeRequest,
+  type CallOptions, type DetokenizeOptions, detokenizeRequest, type GenerateOptions, generateRequest, type Prompt, type TokenizeOptions,
+  tokenizeRequest,
 } from "./requests.js";
 import * as results from "./results.js";
 import type { Load, Model, ServerInfo, Tokenization } from "./results.js";
+import { channelCredentials, type SecurityOptions, tokenMetadata } from "./security.js";
 import { cancelled, GenerateStream } from "./stream.js";
 
 const MAX_MESSAGE_BYTES = 16 * 2 ** 20;
 
-export interface ClientOptions {
-  /** For TLS, such as `credentials.createSsl()` of @grpc/grpc-js; undefined: plain text. */
-  credentials?: grpc.ChannelCredentials;
-  /** Sent with every call, such as `{ authorization: "Bearer …" }`. */
+export interface ClientOptions extends SecurityOptions {
+  /** Sent with every call, such as `{ traceparent: "…" }`. */
   metadata?: Record<string, string>;
   /** How often a call is tried while the server is UNAVAILABLE and nothing of the answer has come: 1 to 5. */
   attempts?: number;
@@ -34,13 +34,13 @@ export class Client {
 
   /** `address` is HOST:PORT, any gRPC target, or several IP:PORT, to which calls then go in turn. */
   constructor(address: string | readonly string[] = "127.0.0.1:50051", options: ClientOptions = {}) {
-    const { credentials = grpc.credentials.createInsecure(), metadata = {}, attempts = 3 } = options;
-    for (const [key, value] of Object.entries(metadata)) this.#metadata.set(key, value);
+    const { metadata = {}, attempts = 3 } = options;
+    for (const [key, value] of Object.entries({ ...metadata, ...tokenMetadata(options.token) })) this.#metadata.set(key, value);
     if (!(Number.isInteger(attempts) && attempts >= 1 && attempts <= 5)) {
       throw new RangeError(`attempts: ${attempts} is not in [1, 5]; 1 = never try again`);
     }
     const target = typeof address === "string" ? address : `ipv4:${address.join(",")}`;
-    this.#client = new grpc.Client(target, credentials, {
+    this.#client = new grpc.Client(target, channelCredentials(options), {
       "grpc.max_receive_message_length": MAX_MESSAGE_BYTES,
       "grpc.max_send_message_length": MAX_MESSAGE_BYTES,
       "grpc.per_rpc_retry_buffer_size": 2 * MAX_MESSAGE_BYTES,
@@ -52,8 +52,8 @@ export class Client {
     });
   }
 
-  /** Continues `prompt`, a text or token ids. */
-  generate(prompt: string | readonly number[], options: GenerateOptions = {}): GenerateStream {
+  /** Continues `prompt`: a text, token ids, or a conversation. */
+  generate(prompt: Prompt, options: GenerateOptions = {}): GenerateStream {
     const request = generateRequest(prompt, options);
     const { path, requestSerialize, responseDeserialize } = methods.Generate;
     return new GenerateStream(

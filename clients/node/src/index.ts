@@ -9,8 +9,9 @@
 
 export { Client, type ClientOptions } from "./client.js";
 export * from "./errors.js";
-export type { CallOptions, DetokenizeOptions, GenerateOptions, TokenizeOptions } from "./requests.js";
+export type { CallOptions, ChatMessage, Constraint, DetokenizeOptions, GenerateOptions, LogprobOptions, Prompt, TokenizeOptions } from "./requests.js";
 export type {
-  Chunk, Completion, ContextOverflow, Finish, FinishReason, Load, Model, PromptInfo, Sampling, ServerInfo, Timings, Tokenization, Usage,
+  Chunk, Completion, ContextOverflow, Finish, FinishReason, Load, Model, Output, PromptInfo, Sampling, ServerInfo, Timings, TokenAlternative,
+  Tokenization, TokenLogprob, Usage,
 } from "./results.js";
 export { GenerateStream } from "./stream.js";

@@ -9,7 +9,9 @@
 import { status as Code } from "@grpc/grpc-js";
 import { InvalidRequest, type Violation } from "./errors.js";
 import type { DetokenizeRequest } from "./generated/pellucid/v1/DetokenizeRequest.js";
+import type { DecodingConstraint } from "./generated/pellucid/v1/DecodingConstraint.js";
 import type { GenerateRequest } from "./generated/pellucid/v1/GenerateRequest.js";
+import type { LogprobOptions as LogprobFields } from "./generated/pellucid/v1/LogprobOptions.js";
 import type { TokenizeRequest } from "./generated/pellucid/v1/TokenizeRequest.js";
 import type { ContextOverflow } from "./results.js";
 
@@ -20,12 +22,25 @@ export interface CallOptions {
   timeoutMs?: number;
 }
 
+export interface ChatMessage {
+  /** Such as "system", "user" and "assistant". */
+  role: string;
+  content: string;
+}
+
+/** What to continue: a text, token ids, or a conversation for the model's chat template. */
+export type Prompt = string | readonly number[] | readonly ChatMessage[];
+
 /** Undefined: the server's default, which `stream.prompt` then shows. */
 export interface GenerateOptions extends CallOptions {
   /** Needed only where the server has several. */
   model?: string;
   /** Your own name for the request, unique among those in flight; `client.cancel` takes it. */
   requestId?: string;
+  /** [-100, 100]; higher runs sooner. */
+  priority?: number;
+  /** Conversations: end the prompt after the last message, instead of opening the assistant's turn. */
+  omitGenerationPrompt?: boolean;
   /** [0, 100]; 0 = greedy. */
   temperature?: number;
   /** Keep the k most likely tokens; 0 = off. */
@@ -34,6 +49,20 @@ export interface GenerateOptions extends CallOptions {
   topP?: number;
   /** [0, 1); 0 = off. */
   minP?: number;
+  /** (0, 1]; 1 = off. */
+  typicalP?: number;
+  /** [0.01, 100], on tokens of prompt and output; 1 = off. */
+  repetitionPenalty?: number;
+  /** [-2, 2], on tokens of the output; 0 = off. */
+  presencePenalty?: number;
+  /** [-2, 2], on tokens of the output for each time they occur; 0 = off. */
+  frequencyPenalty?: number;
+  /** Token id to what is added to its logit, in [-100, 100]. */
+  logitBias?: Readonly<Record<number, number>>;
+  /** The only ids that may be chosen. */
+  allowedTokenIds?: readonly number[];
+  /** [1, 64]; so many outputs of the one prompt, each chunk with its `index`. */
+  n?: number;
   /** [0, 2^64); the same request with the same seed gives the same tokens. */
   seed?: number | bigint;
   /** 0 = only run the prompt. */
@@ -48,6 +77,8 @@ export interface GenerateOptions extends CallOptions {
   ignoreEos?: boolean;
   /** From admission; the stream then ends well, with finish "time_limit". */
   timeLimitMs?: number;
+  /** What the output must match as a whole. */
+  constraint?: Constraint;
   /** What happens when prompt and output pass the trained context. */
   context?: ContextOverflow;
   /** "roll" and "reencode": newest tokens that stay visible. */
@@ -65,10 +96,35 @@ export interface GenerateOptions extends CallOptions {
   omitText?: boolean;
   omitTokenIds?: boolean;
   returnPromptTokenIds?: boolean;
+  /** Log-probabilities of the output's tokens, in each chunk. */
+  logprobs?: LogprobOptions;
+  /** The same for the prompt's tokens, in `stream.prompt`, from the position `start` on. */
+  promptLogprobs?: LogprobOptions & { start?: number };
+  /** Compute the whole prompt, whatever is cached. */
+  bypassCacheRead?: boolean;
+  /** Keep nothing of this prompt for later ones. */
+  bypassCacheWrite?: boolean;
+  /** Share computed prompts with requests of the same salt only. */
+  cacheSalt?: string;
   /** "final": one message at the end. */
   delivery?: "incremental" | "final";
   /** [1, 256]; tokens to gather before a message is sent. */
   minTokensPerMessage?: number;
+}
+
+/** Exactly one way; a schema may be given as an object. */
+export type Constraint =
+  | { jsonSchema: string | object }
+  | { jsonObject: true }
+  | { regex: string }
+  | { ebnfGrammar: string }
+  | { choices: readonly string[] };
+
+export interface LogprobOptions {
+  /** So many of the likeliest tokens beside each; 0: the token alone. */
+  topCount?: number;
+  /** And these tokens, wherever they rank. */
+  tokenIds?: readonly number[];
 }
 
 export interface TokenizeOptions extends CallOptions {
@@ -87,21 +143,22 @@ export interface DetokenizeOptions extends CallOptions {
   keepSpecialTokens?: boolean;
 }
 
-export function generateRequest(prompt: string | readonly number[], options: GenerateOptions): GenerateRequest {
+export function generateRequest(prompt: Prompt, options: GenerateOptions): GenerateRequest {
   const {
-    signal, timeoutMs, model, requestId, temperature, topK, topP, minP, seed, maxNewTokens, minNewTokens, stop, stopTokenIds,
+    signal, timeoutMs, model, requestId, priority, omitGenerationPrompt, temperature, topK, topP, minP, typicalP, repetitionPenalty,
+    presencePenalty, frequencyPenalty, logitBias, allowedTokenIds, n, constraint, logprobs, promptLogprobs, bypassCacheRead,
+    bypassCacheWrite, cacheSalt, seed, maxNewTokens, minNewTokens, stop, stopTokenIds,
     includeStopInText, ignoreEos, timeLimitMs, context, windowTokens, sinkTokens, hopTokens, omitSpecialTokens,
     parseSpecialTokens, keepSpecialTokens, omitText, omitTokenIds, returnPromptTokenIds, delivery, minTokensPerMessage,
     ...unknown
   } = options;
   refuseUnknown("generate", unknown);
   const check = new Checks();
-  const isText = typeof prompt === "string";
   const request: GenerateRequest = {
     requestId: check.text("request_id", requestId),
     model: check.text("model", model),
-    text: isText ? check.text("text", prompt) : undefined,
-    tokenIds: isText ? undefined : { ids: check.list("token_ids.ids", prompt, check.count) },
+    ...promptFields(check, prompt, omitGenerationPrompt),
+    priority: check.integer("priority", priority),
     omitSpecialTokens,
     parseSpecialTokens,
     sampling: {
@@ -109,6 +166,13 @@ export function generateRequest(prompt: string | readonly number[], options: Gen
       topK: check.count("sampling.top_k", topK),
       topP: check.number("sampling.top_p", topP),
       minP: check.number("sampling.min_p", minP),
+      typicalP: check.number("sampling.typical_p", typicalP),
+      repetitionPenalty: check.number("sampling.repetition_penalty", repetitionPenalty),
+      presencePenalty: check.number("sampling.presence_penalty", presencePenalty),
+      frequencyPenalty: check.number("sampling.frequency_penalty", frequencyPenalty),
+      logitBias: check.biases("sampling.logit_bias", logitBias),
+      allowedTokenIds: check.list("sampling.allowed_token_ids", allowedTokenIds, check.count),
+      sequenceCount: check.count("sampling.sequence_count", n),
       seed: check.seed("sampling.seed", seed),
     },
     stopping: {
@@ -126,7 +190,11 @@ export function generateRequest(prompt: string | readonly number[], options: Gen
       sinkTokens: check.count("context.sink_tokens", sinkTokens),
       hopTokens: check.count("context.hop_tokens", hopTokens),
     },
+    constraint: constraint && constraintFields(check, constraint),
+    cache: { bypassRead: bypassCacheRead, bypassWrite: bypassCacheWrite, salt: check.text("cache.salt", cacheSalt) },
     output: {
+      outputLogprobs: logprobs && logprobFields(check, "output.output_logprobs", logprobs),
+      promptLogprobs: promptLogprobs && logprobFields(check, "output.prompt_logprobs", promptLogprobs),
       omitText,
       omitTokenIds,
       keepSpecialTokens,
@@ -137,6 +205,44 @@ export function generateRequest(prompt: string | readonly number[], options: Gen
   };
   check.finish();
   return request;
+}
+
+function promptFields(check: Checks, prompt: Prompt, omitGenerationPrompt: boolean | undefined): GenerateRequest {
+  if (typeof prompt === "string") return { text: check.text("text", prompt) };
+  if (isConversation(prompt)) {
+    const messages = prompt.map(({ role, content }, i) => ({
+      role: check.text(`chat.messages[${i}].role`, role),
+      content: check.text(`chat.messages[${i}].content`, content),
+    }));
+    return { chat: { messages, omitGenerationPrompt } };
+  }
+  return { tokenIds: { ids: check.list("token_ids.ids", prompt, check.count) } };
+}
+
+function isConversation(prompt: readonly number[] | readonly ChatMessage[]): prompt is readonly ChatMessage[] {
+  return typeof prompt[0] === "object";
+}
+
+function constraintFields(check: Checks, constraint: Constraint): DecodingConstraint {
+  const ways = Object.keys(constraint);
+  if (ways.length !== 1) throw new TypeError(`constraint: one way is required, not ${JSON.stringify(ways)}`);
+  if ("jsonSchema" in constraint) {
+    const { jsonSchema: schema } = constraint;
+    return { jsonSchema: check.text("constraint.json_schema", typeof schema === "object" ? JSON.stringify(schema) : schema) };
+  }
+  if ("jsonObject" in constraint) return { jsonObject: {} };
+  if ("regex" in constraint) return { regex: check.text("constraint.regex", constraint.regex) };
+  if ("ebnfGrammar" in constraint) return { ebnfGrammar: check.text("constraint.ebnf_grammar", constraint.ebnfGrammar) };
+  if ("choices" in constraint) return { choices: { values: check.list("constraint.choices.values", constraint.choices, check.text) } };
+  throw new TypeError(`constraint: ${JSON.stringify(ways[0])} is no way to constrain an output`);
+}
+
+function logprobFields(check: Checks, field: string, { topCount, tokenIds, start }: LogprobOptions & { start?: number }): LogprobFields {
+  return {
+    topCount: check.count(`${field}.top_count`, topCount),
+    tokenIds: check.list(`${field}.token_ids`, tokenIds, check.count),
+    startPosition: check.count(`${field}.start_position`, start),
+  };
 }
 
 export function tokenizeRequest(texts: readonly string[], options: TokenizeOptions): TokenizeRequest {
@@ -202,6 +308,17 @@ class Checks {
 
   readonly count = (field: string, value: number | undefined): number | undefined =>
     this.require(field, value, Number.isInteger(value) && value! >= 0 && value! <= MAX_UINT32, `is not an integer in [0, ${MAX_UINT32}]`);
+
+  readonly integer = (field: string, value: number | undefined): number | undefined =>
+    this.require(field, value, Number.isInteger(value) && Math.abs(value!) < 2 ** 31, "is not an integer of 32 bits");
+
+  biases(field: string, values: Readonly<Record<number, number>> | undefined): Record<number, number> | undefined {
+    for (const [id, bias] of Object.entries(values ?? {})) {
+      this.count(`${field}[${id}]`, Number(id));
+      this.number(`${field}[${id}]`, bias);
+    }
+    return values;
+  }
 
   seed(field: string, value: number | bigint | undefined): string | undefined {
     const whole = typeof value === "bigint" || Number.isSafeInteger(value);

@@ -2,19 +2,20 @@
 
 import type { Duration__Output } from "./generated/google/protobuf/Duration.js";
 import type { Finish__Output } from "./generated/pellucid/v1/Finish.js";
-import type { GenerateResponse__Output } from "./generated/pellucid/v1/GenerateResponse.js";
 import type { GetLoadResponse__Output } from "./generated/pellucid/v1/GetLoadResponse.js";
 import type { GetServerInfoResponse__Output } from "./generated/pellucid/v1/GetServerInfoResponse.js";
 import type { Model__Output } from "./generated/pellucid/v1/Model.js";
+import type { OutputDelta__Output } from "./generated/pellucid/v1/OutputDelta.js";
 import type { PromptInfo__Output } from "./generated/pellucid/v1/PromptInfo.js";
 import type { SamplingParams__Output } from "./generated/pellucid/v1/SamplingParams.js";
 import type { Timings__Output } from "./generated/pellucid/v1/Timings.js";
 import type { Tokenization__Output } from "./generated/pellucid/v1/Tokenization.js";
+import type { TokenLogprob__Output } from "./generated/pellucid/v1/TokenLogprob.js";
 
 /** A value that only a newer server knows is its number as text. */
 type Open<Names extends string> = Names | (string & {});
 
-export type FinishReason = Open<"eos" | "stop_token" | "stop_string" | "max_new_tokens" | "context_full" | "time_limit" | "cancelled">;
+export type FinishReason = Open<"eos" | "stop_token" | "stop_string" | "max_new_tokens" | "context_full" | "time_limit" | "constraint_done" | "no_token" | "cancelled">;
 export type ContextOverflow = "auto" | "reject" | "truncate" | "roll" | "reencode";
 
 /** Sampling values in force; undefined where the server did not say. */
@@ -23,7 +24,34 @@ export interface Sampling {
   topK?: number;
   topP?: number;
   minP?: number;
+  typicalP?: number;
+  repetitionPenalty?: number;
+  presencePenalty?: number;
+  frequencyPenalty?: number;
   seed?: bigint;
+  sequenceCount?: number;
+  logitBias: Record<number, number>;
+  /** Empty: all. */
+  allowedTokenIds: number[];
+}
+
+/** A token that could have stood in another one's place. */
+export interface TokenAlternative {
+  tokenId: number;
+  /** Natural logarithm, of the model's own distribution. */
+  logprob: number;
+  /** 1 = the likeliest. */
+  rank: number;
+  /** What it adds to the text; need not be whole characters. */
+  token: Uint8Array;
+}
+
+/** A token's place in the model's own distribution, before bias, penalties, temperature and filters. */
+export interface TokenLogprob extends Omit<TokenAlternative, "logprob"> {
+  /** Undefined for the first prompt token, which nothing precedes; its rank is 0. */
+  logprob?: number;
+  /** The likeliest tokens in their order, then those asked for by id. */
+  alternatives: TokenAlternative[];
 }
 
 /** What the server made of the request. Comes with the first chunk. */
@@ -32,10 +60,14 @@ export interface PromptInfo {
   model: string;
   /** Tokens of the prompt as it was sent, BOS included. */
   promptTokenCount: number;
+  /** Those of them that were found in the server's cache. */
+  cachedTokenCount: number;
   /** Prompt tokens that the model does not see, by the context policy. */
   droppedTokenCount: number;
   /** The prompt's tokens. Empty unless `returnPromptTokenIds`. */
   tokenIds: number[];
+  /** One per prompt token from `start` on. Empty unless `promptLogprobs`. */
+  logprobs: TokenLogprob[];
   sampling: Sampling;
   /** Tokens this request may make at the most, after the room that the context leaves. */
   maxNewTokens: number;
@@ -54,18 +86,28 @@ export interface Finish {
   outputTokenCount: number;
 }
 
-/** One message of the stream. It may have ids and no text, or text and no ids: do not pair them up. */
+/** New output of one sequence. It may have ids and no text, or text and no ids: do not pair them up. */
 export interface Chunk {
+  /** Which sequence, from 0 to n - 1. */
+  index: number;
   /** Whole characters, to be appended to what came before. */
   text: string;
   /** Exactly the sampled ids. */
   tokenIds: number[];
-  /** Set in the last chunk. */
+  /** One per sampled id. Empty unless `logprobs`. */
+  logprobs: TokenLogprob[];
+  /** Set in the last chunk of the sequence. */
   finish?: Finish;
 }
 
+/** One sequence: the sum of its chunks. */
+export type Output = Omit<Chunk, "index">;
+
 export interface Usage {
   promptTokenCount: number;
+  /** Those of them that were found in the server's cache. */
+  cachedTokenCount: number;
+  /** Of all sequences. */
   outputTokenCount: number;
 }
 
@@ -82,11 +124,13 @@ export interface Timings {
   windowMoveCount: number;
 }
 
-/** A whole answer: the sum of a stream's chunks. */
+/** A whole answer: the sum of a stream's chunks. What is there by itself is the first sequence's; `outputs` has them all. */
 export interface Completion {
   text: string;
   tokenIds: number[];
   finish: Finish;
+  logprobs: TokenLogprob[];
+  outputs: Output[];
   prompt: PromptInfo;
   usage: Usage;
   timings: Timings;
@@ -108,6 +152,10 @@ export interface Model {
   defaultSampling: Sampling;
   /** Empty: the model takes token ids only. */
   tokenizerSha256: string;
+  /** What requests may ask for, such as "chat", "regex" and "prefix_cache". */
+  features: string[];
+  /** Largest `topCount`. */
+  maxTopLogprobs: number;
 }
 
 export interface ServerInfo {
@@ -147,8 +195,17 @@ function enumValue(value: string | number, prefix: string): string {
 }
 
 function sampling(message: SamplingParams__Output | null): Sampling {
-  const { temperature, topK, topP, minP, seed } = message ?? {};
-  return { temperature, topK, topP, minP, seed: seed === undefined ? undefined : BigInt(seed) };
+  const { temperature, topK, topP, minP, typicalP, repetitionPenalty, presencePenalty, frequencyPenalty, seed, sequenceCount } = message ?? {};
+  return {
+    temperature, topK, topP, minP, typicalP, repetitionPenalty, presencePenalty, frequencyPenalty, sequenceCount,
+    seed: seed === undefined ? undefined : BigInt(seed),
+    logitBias: message?.logitBias ?? {},
+    allowedTokenIds: message?.allowedTokenIds ?? [],
+  };
+}
+
+function logprobs(messages: TokenLogprob__Output[]): TokenLogprob[] {
+  return messages.map(({ tokenId, logprob, rank, token, alternatives }) => ({ tokenId, logprob, rank, token, alternatives }));
 }
 
 export function promptInfo(message: PromptInfo__Output): PromptInfo {
@@ -157,8 +214,10 @@ export function promptInfo(message: PromptInfo__Output): PromptInfo {
     requestId: message.requestId,
     model: message.model,
     promptTokenCount: message.promptTokenCount,
+    cachedTokenCount: message.cachedTokenCount,
     droppedTokenCount: message.droppedTokenCount,
     tokenIds: message.tokenIds,
+    logprobs: logprobs(message.logprobs),
     sampling: sampling(message.effectiveSampling),
     maxNewTokens: message.effectiveMaxNewTokens,
     stop: message.effectiveStopping?.stopStrings ?? [],
@@ -175,12 +234,13 @@ function finish(message: Finish__Output): Finish {
   };
 }
 
-export function chunk(message: GenerateResponse__Output): Chunk {
-  const last = message.outputs.find((output) => output.finish)?.finish;
+export function chunk(message: OutputDelta__Output): Chunk {
   return {
-    text: message.outputs.map((output) => output.text).join(""),
-    tokenIds: message.outputs.flatMap((output) => output.tokenIds),
-    finish: last ? finish(last) : undefined,
+    index: message.sequenceIndex,
+    text: message.text,
+    tokenIds: message.tokenIds,
+    logprobs: logprobs(message.logprobs),
+    finish: message.finish ? finish(message.finish) : undefined,
   };
 }
 
@@ -202,7 +262,11 @@ export function tokenization(message: Tokenization__Output): Tokenization {
 }
 
 export function model(message: Model__Output): Model {
-  return { ...message, defaultSampling: sampling(message.defaultSampling) };
+  return {
+    ...message,
+    defaultSampling: sampling(message.defaultSampling),
+    features: message.features.map((feature) => enumValue(feature, "FEATURE_")),
+  };
 }
 
 export function serverInfo(message: GetServerInfoResponse__Output): ServerInfo {

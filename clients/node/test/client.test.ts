@@ -74,10 +74,60 @@ test("tokens there and back", async () => {
 test("values in force come back, and 0 is a value", async () => {
   const options = { temperature: 0, topK: 0, seed: 0, maxNewTokens: 1, stop: ["黄", "天"], returnPromptTokenIds: true, context: "reject" } as const;
   const { prompt } = await client.generate("天地", options).result();
-  assert.deepEqual(prompt.sampling, { temperature: 0, topK: 0, topP: 1, minP: 0, seed: 0n });
+  const off = { topK: 0, topP: 1, minP: 0, typicalP: 1, repetitionPenalty: 1, presencePenalty: 0, frequencyPenalty: 0 };
+  assert.deepEqual(prompt.sampling, { temperature: 0, seed: 0n, sequenceCount: 1, logitBias: {}, allowedTokenIds: [], ...off });
   assert.deepEqual([prompt.stop, prompt.maxNewTokens, prompt.context.overflow], [["黄", "天"], 1, "reject"]);
   assert.deepEqual(prompt.tokenIds, (await client.tokenize("天地")).tokenIds);
   assert.equal((await client.generate("天", { maxNewTokens: 0 }).result()).usage.outputTokenCount, 0);
+});
+
+test("several outputs of one prompt, each chunk with its index", async () => {
+  const stream = client.generate("天地", { n: 3, seed: 3, maxNewTokens: 8, ignoreEos: true, temperature: 2 });
+  const texts = ["", "", ""];
+  for await (const { index, text } of stream) texts[index] += text;
+  const { outputs, usage, text } = await stream.result();
+  assert.deepEqual(outputs.map((output) => output.text), texts);
+  assert.deepEqual(outputs.map((output) => [output.tokenIds.length, output.finish?.reason]), Array(3).fill([8, "max_new_tokens"]));
+  assert.deepEqual([new Set(texts).size, usage.outputTokenCount, text], [3, 24, texts[0]]);
+});
+
+test("a conversation for the model's chat template", async () => {
+  const options = { maxNewTokens: 1, returnPromptTokenIds: true };
+  const { prompt } = await client.generate([{ role: "user", content: "天地" }, { role: "x", content: "<eos>" }], options).result();
+  const text = await client.detokenize(prompt.tokenIds, { keepSpecialTokens: true });
+  assert.equal(text, "user 天地,x <unk>eos<unk>,");
+  const eos = (await client.tokenize("<eos>", { omitSpecialTokens: true, parseSpecialTokens: true })).tokenIds;
+  assert.equal(eos.length, 1);
+  assert.ok(!prompt.tokenIds.includes(eos[0]!), "what a message spells is plain text");
+  const error = await failure(client.generate([{ role: "no way", content: "" }]).result(), InvalidRequest);
+  assert.deepEqual(error.violations.map(({ field }) => field), ["chat.messages[0].role"]);
+});
+
+test("bias, allowed ids, cache and priority", async () => {
+  const options = { maxNewTokens: 6, ignoreEos: true, cacheSalt: "node", bypassCacheRead: true, bypassCacheWrite: true, priority: -5 };
+  const only = await client.generate("天", { ...options, allowedTokenIds: [9] }).result();
+  assert.deepEqual(only.tokenIds, Array(6).fill(9));
+  const biased = await client.generate("天", { ...options, temperature: 0, logitBias: { 7: 100 } }).result();
+  assert.deepEqual([biased.tokenIds, biased.prompt.sampling.logitBias], [Array(6).fill(7), { 7: 100 }]);
+});
+
+test("log-probabilities of output and prompt", async () => {
+  const options = { temperature: 0, maxNewTokens: 3, ignoreEos: true, logprobs: { topCount: 2, tokenIds: [9] }, promptLogprobs: { start: 1 } };
+  const { logprobs, tokenIds, prompt } = await client.generate("天地", options).result();
+  assert.deepEqual(logprobs.map(({ tokenId, rank }) => [tokenId, rank]), tokenIds.map((id) => [id, 1]));
+  assert.ok(logprobs.every(({ logprob, alternatives }) => logprob! <= 0 && alternatives.length === 3));
+  assert.equal(Buffer.concat(prompt.logprobs.map(({ token }) => token)).toString(), "天地");
+});
+
+test("constraints", async () => {
+  const options = { maxNewTokens: 20 };
+  assert.match((await client.generate("天", { ...options, constraint: { regex: "[ab]{3}" } }).result()).text, /^[ab]{3}$/);
+  const chosen = await client.generate("天", { ...options, constraint: { choices: ["天地", "日月"] } }).result();
+  assert.ok(["天地", "日月"].includes(chosen.text));
+  const error = await failure(client.generate("天", { constraint: { regex: "(" } }).result(), InvalidRequest);
+  assert.deepEqual(error.violations.map(({ field }) => field), ["constraint.regex"]);
+  const wrong: any = { regex: "a", choices: ["b"] };
+  assert.throws(() => client.generate("天", { constraint: wrong }), TypeError);
 });
 
 test("every seed of 64 bits arrives", async () => {

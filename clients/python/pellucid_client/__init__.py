@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from pellucid import __version__ as __version__
 
 if TYPE_CHECKING:
-    from pellucid_client._requests import DetokenizeOptions, GenerateOptions, TokenizeOptions
+    from pellucid_client._options import DetokenizeOptions, GenerateOptions, TokenizeOptions
     from pellucid_client.aio import AsyncClient, AsyncGenerateStream
     from pellucid_client.client import Client, GenerateStream
     from pellucid_client.errors import (
@@ -41,16 +41,16 @@ if TYPE_CHECKING:
         Chunk,
         Completion,
         Finish,
-        Load,
-        Model,
+        Output,
         PromptInfo,
         Sampling,
-        ServerInfo,
         Stopping,
         Timings,
-        Tokenization,
+        TokenAlternative,
+        TokenLogprob,
         Usage,
     )
+    from pellucid_client.served import Load, Model, ServerInfo, Tokenization
 
 __all__ = [
     "AsyncClient",
@@ -71,6 +71,7 @@ __all__ = [
     "Load",
     "Model",
     "ModelNotFound",
+    "Output",
     "Overloaded",
     "PellucidError",
     "PermissionDenied",
@@ -84,6 +85,8 @@ __all__ = [
     "SlowConsumer",
     "Stopping",
     "Timings",
+    "TokenAlternative",
+    "TokenLogprob",
     "Tokenization",
     "TokenizeOptions",
     "Unauthenticated",
@@ -92,7 +95,7 @@ __all__ = [
     "Violation",
 ]
 
-_HOMES = ("errors", "results", "_requests", "client", "aio")
+_HOMES = ("errors", "results", "served", "_options", "client", "aio")
 
 
 def __getattr__(name: str) -> object:

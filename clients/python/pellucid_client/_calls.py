@@ -11,7 +11,7 @@ from google.protobuf.message import Message
 
 from pellucid.v1 import inference_pb2, model_pb2, server_pb2, tokenizer_pb2
 from pellucid_client.errors import DeadlineExceeded, InternalError
-from pellucid_client.results import Load, Model, ServerInfo, Tokenization
+from pellucid_client.served import Load, Model, ServerInfo, Tokenization
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 GENERATE_PATH = "/pellucid.v1.InferenceService/Generate"

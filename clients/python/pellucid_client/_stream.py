@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import grpc
@@ -10,7 +12,7 @@ import grpc
 from pellucid.v1 import inference_pb2
 from pellucid_client._retry import Retries
 from pellucid_client.errors import Cancelled, InternalError, PellucidError
-from pellucid_client.results import Chunk, Completion, Finish, PromptInfo, Timings, Usage
+from pellucid_client.results import Chunk, Completion, Finish, Output, PromptInfo, Timings, TokenLogprob, Usage
 
 
 class _Call(Protocol):
@@ -39,10 +41,10 @@ class StreamBase:
         self._cancelled = cancelled
         self._call = start(retries.remaining())
         self._began = False
-        self._texts: list[str] = []
-        self._token_ids: list[int] = []
+        self._chunks: deque[Chunk] = deque()
+        """Those of messages that have come and been counted, not handed out yet."""
+        self._outputs: dict[int, _Sum] = {}
         self._prompt: PromptInfo | None = None
-        self._finish: Finish | None = None
         self._usage: Usage | None = None
         self._timings: Timings | None = None
 
@@ -53,18 +55,23 @@ class StreamBase:
 
     @property
     def text(self) -> str:
-        """The text so far."""
-        return "".join(self._texts)
+        """The text so far, of the first sequence."""
+        return self._sum(0).text
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """The token ids so far."""
-        return tuple(self._token_ids)
+        """The token ids so far, of the first sequence."""
+        return tuple(self._sum(0).token_ids)
 
     @property
     def finish(self) -> Finish | None:
-        """Why the answer ended; None before the last chunk."""
-        return self._finish
+        """Why the first sequence ended; None before its last chunk."""
+        return self._sum(0).finish
+
+    @property
+    def outputs(self) -> tuple[Output, ...]:
+        """Every sequence so far, in their order."""
+        return tuple(self._outputs[index].output() for index in sorted(self._outputs))
 
     @property
     def usage(self) -> Usage | None:
@@ -96,7 +103,8 @@ class StreamBase:
         """Seconds until the next attempt; None: there is none, the stream has begun or `failure` is final."""
         return None if self._began else self._retries.delay(error, failure)
 
-    def _take(self, message: inference_pb2.GenerateResponse) -> Chunk:
+    def _take(self, message: inference_pb2.GenerateResponse) -> None:
+        """Counts a message and queues its chunks."""
         self._began = True
         if message.HasField("prompt"):
             self._prompt = PromptInfo.from_message(message.prompt)
@@ -104,17 +112,41 @@ class StreamBase:
             self._usage = Usage.from_message(message.usage)
         if message.HasField("timings"):
             self._timings = Timings.from_message(message.timings)
-        chunk = Chunk.from_message(message)
-        self._texts.append(chunk.text)
-        self._token_ids += chunk.token_ids
-        self._finish = chunk.finish or self._finish
-        return chunk
+        for chunk in map(Chunk.from_message, message.outputs):
+            self._sum(chunk.index).add(chunk)
+            self._chunks.append(chunk)
+
+    def _sum(self, index: int) -> _Sum:
+        return self._outputs.setdefault(index, _Sum())
 
     def _completion(self) -> Completion:
         """The whole answer, once the stream has ended. Raises InternalError where its end is missing."""
-        if self._prompt is None or self._finish is None or self._usage is None or self._timings is None:
+        if self._prompt is None or self.finish is None or self._usage is None or self._timings is None:
             raise InternalError("the stream ended without prompt, finish, usage or timings; is this a Pellucid server?")
-        return Completion(self.text, self.token_ids, self._finish, self._prompt, self._usage, self._timings)
+        return Completion(self.outputs, self.finish, self._prompt, self._usage, self._timings)
+
+
+@dataclass
+class _Sum:
+    """One sequence so far."""
+
+    texts: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish: Finish | None = None
+
+    def add(self, chunk: Chunk) -> None:
+        self.texts.append(chunk.text)
+        self.token_ids += chunk.token_ids
+        self.logprobs += chunk.logprobs
+        self.finish = chunk.finish or self.finish
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+    def output(self) -> Output:
+        return Output(self.text, tuple(self.token_ids), self.finish, tuple(self.logprobs))
 
 
 def cancelled_here() -> Cancelled:

@@ -28,10 +28,8 @@ from google.protobuf.message import Message
 from pellucid.v1 import inference_pb2, model_pb2, server_pb2
 from pellucid_client import _calls, _retry, _security, _target
 from pellucid_client._calls import Operation, Response, Result
+from pellucid_client._options import DetokenizeOptions, GenerateOptions, TokenizeOptions
 from pellucid_client._requests import (
-    DetokenizeOptions,
-    GenerateOptions,
-    TokenizeOptions,
     cancel_request,
     detokenize_request,
     generate_request,
@@ -41,7 +39,8 @@ from pellucid_client._requests import (
 from pellucid_client._retry import Deadline, Retries
 from pellucid_client._stream import StreamBase, cancelled_here
 from pellucid_client.errors import Cancelled, ClientClosed, DeadlineExceeded, Unavailable, error_from_rpc
-from pellucid_client.results import Chunk, Completion, Load, Model, ServerInfo, Tokenization
+from pellucid_client.results import Chunk, Completion
+from pellucid_client.served import Load, Model, ServerInfo, Tokenization
 
 
 class AsyncGenerateStream(StreamBase):
@@ -60,9 +59,10 @@ class AsyncGenerateStream(StreamBase):
         return self
 
     async def __anext__(self) -> Chunk:
-        while True:
+        while not self._chunks:
             try:
-                return self._take(await anext(self._messages))
+                self._take(await anext(self._messages))
+                continue
             except grpc.RpcError as error:
                 if self._is_whole:
                     raise StopAsyncIteration from None
@@ -76,6 +76,7 @@ class AsyncGenerateStream(StreamBase):
             await self._pause(delay)
             self._restart()
             self._messages = aiter(self._call)
+        return self._chunks.popleft()
 
     async def _pause(self, seconds: float) -> None:
         """Waits. Raises Cancelled where the stream is cancelled meanwhile."""
@@ -105,20 +106,7 @@ def _task_is_cancelled() -> bool:
 
 class AsyncClient:
     """A connection to a Pellucid server, or to several that serve the same; close it, or use it with
-    `async with`.
-
-    address      HOST:PORT; or several servers, which take turns: ["10.0.0.1:50051", "10.0.0.2:50051"],
-                 "ipv4:10.0.0.1:50051,10.0.0.2:50051", or "dns:///NAME:50051"
-    tls          encrypt, and hold the server's certificate against the system's authorities
-    ca_certificate    PEM file of authorities to hold it against instead; asks for TLS too
-    certificate, key  PEM files of a client certificate, for servers that want one; ask for TLS too
-    token        bearer token, for servers that want one; without TLS anybody on the way can read it
-    credentials  gRPC's own, in place of all of TLS above
-    metadata     sent with every call, such as (("traceparent", "…"),)
-    attempts     how often a call is tried while the server is UNAVAILABLE and nothing of the answer has come; 1 = once
-    wait_for_room     where the server is full, try again until the call's timeout instead of raising Overloaded
-
-    Raises ValueError for addresses, attempts or files that cannot be.
+    `async with`. Arguments, results and errors of it and of its methods are those of `Client`.
     """
 
     def __init__(
@@ -150,12 +138,10 @@ class AsyncClient:
             else grpc.aio.secure_channel(self.address, credentials, options)
         )
 
-    def generate(self, prompt: str | Sequence[int], **options: Unpack[GenerateOptions]) -> AsyncGenerateStream:
-        """Continues `prompt`, a text or token ids. Options left out take the server's defaults; see GenerateOptions.
-
-        >>> answer = await client.generate("今天天气", max_new_tokens=20, stop=["。"]).result()
-        >>> answer.text, answer.finish.reason, answer.usage.output_token_count
-        """
+    def generate(
+        self, prompt: str | Sequence[int] | None = None, **options: Unpack[GenerateOptions]
+    ) -> AsyncGenerateStream:
+        """As `Client.generate`; only the stream is read with `async for`, or with `await stream.result()`."""
         request = generate_request(prompt, options)
         call = self._channel.unary_stream(
             _calls.GENERATE_PATH, _calls.serialize, inference_pb2.GenerateResponse.FromString
@@ -167,54 +153,35 @@ class AsyncClient:
         )
 
     async def cancel(self, request_id: str, *, timeout: float | None = None) -> bool:
-        """Ends a request from outside its stream, which then ends well with finish "cancelled".
-
-        False: no such request is in flight.
-        """
         return await self._unary(_calls.CANCEL, cancel_request(request_id), timeout)
 
     async def tokenize(self, text: str, **options: Unpack[TokenizeOptions]) -> Tokenization:
-        """The text's token ids, as `generate` would use them.
-
-        >>> (await client.tokenize("今天天气")).token_ids
-        """
         return _calls.one(await self.tokenize_batch([text], **options))
 
     async def tokenize_batch(self, texts: Sequence[str], **options: Unpack[TokenizeOptions]) -> list[Tokenization]:
-        """Like `tokenize`, for up to 1024 texts in one call."""
         return await self._unary(_calls.TOKENIZE, tokenize_request(texts, options), options.get("timeout"))
 
     async def detokenize(self, token_ids: Sequence[int], **options: Unpack[DetokenizeOptions]) -> str:
-        """The text that token ids stand for."""
         return _calls.one(await self.detokenize_batch([token_ids], **options))
 
     async def detokenize_batch(
         self, sequences: Sequence[Sequence[int]], **options: Unpack[DetokenizeOptions]
     ) -> list[str]:
-        """Like `detokenize`, for up to 1024 sequences in one call."""
         return await self._unary(_calls.DETOKENIZE, detokenize_request(sequences, options), options.get("timeout"))
 
     async def models(self, *, timeout: float | None = None) -> list[Model]:
-        """The models that are loaded."""
         return await self._unary(_calls.LIST_MODELS, model_pb2.ListModelsRequest(), timeout)
 
     async def model(self, name: str | None = None, *, timeout: float | None = None) -> Model:
-        """One model; without a name the only one loaded."""
         return await self._unary(_calls.GET_MODEL, model_request(name), timeout)
 
     async def server_info(self, *, timeout: float | None = None) -> ServerInfo:
-        """Version, device, limits."""
         return await self._unary(_calls.GET_SERVER_INFO, server_pb2.GetServerInfoRequest(), timeout)
 
     async def load(self, *, timeout: float | None = None) -> Load:
-        """What the server is doing now."""
         return await self._unary(_calls.GET_LOAD, server_pb2.GetLoadRequest(), timeout)
 
     async def is_ready(self, *, timeout: float | None = None) -> bool:
-        """Whether the server takes requests. Raises ConnectionFailed where none answers.
-
-        Of several servers: whether one of them does; False where none answers.
-        """
         remaining = Deadline(timeout).remaining()
         check: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = self._channel.unary_unary(_calls.HEALTH_CHECK_PATH)
         try:
@@ -226,10 +193,6 @@ class AsyncClient:
             raise failure from error
 
     async def wait_until_ready(self, timeout: float) -> None:
-        """Returns once the server takes requests; it need not be running yet.
-
-        Raises DeadlineExceeded after `timeout` seconds.
-        """
         deadline = Deadline(timeout)
         while not await self._watch_until_ready(deadline.remaining()):
             await asyncio.sleep(_calls.RETRY_SECONDS)

@@ -23,10 +23,8 @@ from google.protobuf.message import Message
 from pellucid.v1 import inference_pb2, model_pb2, server_pb2
 from pellucid_client import _calls, _retry, _security, _target
 from pellucid_client._calls import Operation, Response, Result
+from pellucid_client._options import DetokenizeOptions, GenerateOptions, TokenizeOptions
 from pellucid_client._requests import (
-    DetokenizeOptions,
-    GenerateOptions,
-    TokenizeOptions,
     cancel_request,
     detokenize_request,
     generate_request,
@@ -36,7 +34,8 @@ from pellucid_client._requests import (
 from pellucid_client._retry import Deadline, Retries
 from pellucid_client._stream import StreamBase, cancelled_here
 from pellucid_client.errors import ClientClosed, DeadlineExceeded, Unavailable, error_from_rpc
-from pellucid_client.results import Chunk, Completion, Load, Model, ServerInfo, Tokenization
+from pellucid_client.results import Chunk, Completion
+from pellucid_client.served import Load, Model, ServerInfo, Tokenization
 
 
 class GenerateStream(StreamBase):
@@ -59,9 +58,10 @@ class GenerateStream(StreamBase):
         return self
 
     def __next__(self) -> Chunk:
-        while True:
+        while not self._chunks:
             try:
-                return self._take(next(self._call))
+                self._take(next(self._call))
+                continue
             except grpc.RpcError as error:
                 if self._is_whole:
                     raise StopIteration from None
@@ -71,6 +71,7 @@ class GenerateStream(StreamBase):
             if self._cancelled.wait(delay):
                 raise cancelled_here()
             self._restart()
+        return self._chunks.popleft()
 
     def result(self) -> Completion:
         """Reads to the end and returns the whole answer, chunks already read included."""
@@ -134,11 +135,13 @@ class Client:
             else grpc.secure_channel(self.address, credentials, options)
         )
 
-    def generate(self, prompt: str | Sequence[int], **options: Unpack[GenerateOptions]) -> GenerateStream:
-        """Continues `prompt`, a text or token ids. Options left out take the server's defaults; see GenerateOptions.
+    def generate(self, prompt: str | Sequence[int] | None = None, **options: Unpack[GenerateOptions]) -> GenerateStream:
+        """Continues `prompt`, a text or token ids, or answers `messages`, a conversation. Options left out take the
+        server's defaults; see GenerateOptions.
 
         >>> answer = client.generate("今天天气", max_new_tokens=20, stop=["。"]).result()
         >>> answer.text, answer.finish.reason, answer.usage.output_token_count
+        >>> answer = client.generate(messages=[{"role": "user", "content": "你好"}]).result()
         """
         request = generate_request(prompt, options)
         call = self._channel.unary_stream(

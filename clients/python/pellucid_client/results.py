@@ -1,4 +1,4 @@
-"""What the client hands back: frozen dataclasses under the field names of the public contract.
+"""What comes back of `generate`: frozen dataclasses under the field names of the public contract.
 
 In: messages of pellucid.v1. Out: durations as float seconds, repeated fields as tuples, unset fields as None.
 """
@@ -6,13 +6,15 @@ In: messages of pellucid.v1. Out: durations as float seconds, repeated fields as
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.internal.enum_type_wrapper import EnumTypeWrapper
 from google.protobuf.message import Message
 
-from pellucid.v1 import inference_pb2, model_pb2, server_pb2, tokenizer_pb2, types_pb2
+from pellucid.v1 import inference_pb2, types_pb2
 
 
 def to_seconds(duration: Duration) -> float:
@@ -28,11 +30,19 @@ def _shortest(value: float) -> float:
     return float(f"{value:.9g}")
 
 
+def _scalar(message: Message, field: str) -> Any:
+    """None where it is unset."""
+    if not message.HasField(field):
+        return None
+    value = getattr(message, field)
+    return _shortest(value) if isinstance(value, float) else value
+
+
 def _seconds(message: Message, field: str) -> float | None:
     return to_seconds(getattr(message, field)) if message.HasField(field) else None
 
 
-def _enum_value(enum: EnumTypeWrapper, prefix: str, number: int) -> str:
+def enum_value(enum: EnumTypeWrapper, prefix: str, number: int) -> str:
     """FINISH_REASON_EOS -> "eos". A value that only a newer server knows stays a number."""
     try:
         return enum.Name(number).removeprefix(prefix).lower()
@@ -48,17 +58,64 @@ class Sampling:
     top_k: int | None
     top_p: float | None
     min_p: float | None
+    typical_p: float | None
+    repetition_penalty: float | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
     seed: int | None
+    sequence_count: int | None
+    logit_bias: tuple[tuple[int, float], ...]
+    """(token id, bias), by id."""
+    allowed_token_ids: tuple[int, ...]
+    """Empty: all."""
 
     @staticmethod
     def from_message(message: types_pb2.SamplingParams) -> Sampling:
         return Sampling(
-            temperature=_shortest(message.temperature) if message.HasField("temperature") else None,
-            top_k=message.top_k if message.HasField("top_k") else None,
-            top_p=_shortest(message.top_p) if message.HasField("top_p") else None,
-            min_p=_shortest(message.min_p) if message.HasField("min_p") else None,
-            seed=message.seed if message.HasField("seed") else None,
+            **{field.name: _scalar(message, field.name) for field in message.DESCRIPTOR.fields if field.has_presence},
+            logit_bias=tuple((token_id, _shortest(bias)) for token_id, bias in sorted(message.logit_bias.items())),
+            allowed_token_ids=tuple(message.allowed_token_ids),
         )
+
+
+@dataclass(frozen=True)
+class TokenAlternative:
+    """A token that could have stood in another one's place."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    """1 = the likeliest."""
+    token: bytes
+    """What it adds to the text; need not be whole characters."""
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """A token's place in the model's own distribution, before bias, penalties, temperature and filters."""
+
+    token_id: int
+    logprob: float | None
+    """Natural logarithm; None for the first prompt token, which nothing precedes."""
+    rank: int
+    """1 = the likeliest; 0 where logprob is None."""
+    token: bytes
+    """What it adds to the text; need not be whole characters."""
+    alternatives: tuple[TokenAlternative, ...]
+    """The likeliest tokens in their order, then those asked for by id."""
+
+
+def _logprobs(messages: Iterable[inference_pb2.TokenLogprob]) -> tuple[TokenLogprob, ...]:
+    return tuple(
+        TokenLogprob(
+            token_id=each.token_id,
+            logprob=each.logprob if each.HasField("logprob") else None,
+            rank=each.rank,
+            token=each.token,
+            alternatives=tuple(TokenAlternative(a.token_id, a.logprob, a.rank, a.token) for a in each.alternatives),
+        )
+        for each in messages
+    )
 
 
 @dataclass(frozen=True)
@@ -85,10 +142,14 @@ class PromptInfo:
     model: str
     prompt_token_count: int
     """Tokens of the prompt as it was sent, BOS included."""
+    cached_token_count: int
+    """Those of them that were found in the server's cache."""
     dropped_token_count: int
     """Prompt tokens that the model does not see, by the context policy."""
     token_ids: tuple[int, ...]
     """The prompt's tokens. Empty unless return_prompt_token_ids."""
+    logprobs: tuple[TokenLogprob, ...]
+    """One per prompt token from prompt_logprobs_start on. Empty unless prompt_logprobs."""
     sampling: Sampling
     stopping: Stopping
     context: str
@@ -107,8 +168,10 @@ class PromptInfo:
             request_id=message.request_id,
             model=message.model,
             prompt_token_count=message.prompt_token_count,
+            cached_token_count=message.cached_token_count,
             dropped_token_count=message.dropped_token_count,
             token_ids=tuple(message.token_ids),
+            logprobs=_logprobs(message.logprobs),
             sampling=Sampling.from_message(message.effective_sampling),
             stopping=Stopping(
                 max_new_tokens=message.effective_max_new_tokens,
@@ -119,7 +182,7 @@ class PromptInfo:
                 ignore_eos=stopping.ignore_eos,
                 time_limit=_seconds(stopping, "time_limit"),
             ),
-            context=_enum_value(inference_pb2.ContextOverflow, "CONTEXT_OVERFLOW_", context.overflow),
+            context=enum_value(inference_pb2.ContextOverflow, "CONTEXT_OVERFLOW_", context.overflow),
             window_tokens=context.window_tokens if context.HasField("window_tokens") else None,
             sink_tokens=context.sink_tokens if context.HasField("sink_tokens") else None,
             hop_tokens=context.hop_tokens if context.HasField("hop_tokens") else None,
@@ -131,7 +194,8 @@ class Finish:
     """Why the sequence ended."""
 
     reason: str
-    """"eos", "stop_token", "stop_string", "max_new_tokens", "context_full", "time_limit" or "cancelled"."""
+    """"eos", "stop_token", "stop_string", "max_new_tokens", "context_full", "time_limit", "constraint_done",
+    "no_token" or "cancelled"."""
     matched: int | str | None
     """The end or stop token's id, or the stop string."""
     output_token_count: int
@@ -141,7 +205,7 @@ class Finish:
     def from_message(message: inference_pb2.Finish) -> Finish:
         which = message.WhichOneof("matched")
         return Finish(
-            reason=_enum_value(inference_pb2.FinishReason, "FINISH_REASON_", message.reason),
+            reason=enum_value(inference_pb2.FinishReason, "FINISH_REASON_", message.reason),
             matched=None if which is None else getattr(message, which),
             output_token_count=message.output_token_count,
         )
@@ -149,23 +213,39 @@ class Finish:
 
 @dataclass(frozen=True)
 class Chunk:
-    """One message of the stream. It may have ids and no text, or text and no ids: do not pair them up."""
+    """New output of one sequence. It may have ids and no text, or text and no ids: do not pair them up."""
 
     text: str
     """Whole characters, to be appended to what came before."""
     token_ids: tuple[int, ...]
     """Exactly the sampled ids."""
     finish: Finish | None
-    """Set in the last chunk."""
+    """Set in the last chunk of the sequence."""
+    index: int = 0
+    """Which sequence, from 0 to n - 1."""
+    logprobs: tuple[TokenLogprob, ...] = ()
+    """One per sampled id. Empty unless logprobs."""
 
     @staticmethod
-    def from_message(message: inference_pb2.GenerateResponse) -> Chunk:
-        finish = next((Finish.from_message(each.finish) for each in message.outputs if each.HasField("finish")), None)
+    def from_message(message: inference_pb2.OutputDelta) -> Chunk:
         return Chunk(
-            text="".join(each.text for each in message.outputs),
-            token_ids=tuple(id_ for each in message.outputs for id_ in each.token_ids),
-            finish=finish,
+            text=message.text,
+            token_ids=tuple(message.token_ids),
+            finish=Finish.from_message(message.finish) if message.HasField("finish") else None,
+            index=message.sequence_index,
+            logprobs=_logprobs(message.logprobs),
         )
+
+
+@dataclass(frozen=True)
+class Output:
+    """One sequence: the sum of its chunks."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish: Finish | None
+    """None until the sequence has ended."""
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -174,10 +254,13 @@ class Usage:
 
     prompt_token_count: int
     output_token_count: int
+    """Of all sequences."""
+    cached_token_count: int
+    """Prompt tokens that were found in the server's cache."""
 
     @staticmethod
     def from_message(message: inference_pb2.Usage) -> Usage:
-        return Usage(message.prompt_token_count, message.output_token_count)
+        return Usage(message.prompt_token_count, message.output_token_count, message.cached_token_count)
 
 
 @dataclass(frozen=True)
@@ -212,123 +295,24 @@ class Timings:
 
 @dataclass(frozen=True)
 class Completion:
-    """A whole answer: the sum of a stream's chunks."""
+    """A whole answer: the sum of a stream's chunks. `text`, `token_ids`, `finish` and `logprobs` are those of the first
+    sequence; `outputs` has them all.
+    """
 
-    text: str
-    token_ids: tuple[int, ...]
+    outputs: tuple[Output, ...]
     finish: Finish
     prompt: PromptInfo
     usage: Usage
     timings: Timings
 
+    @property
+    def text(self) -> str:
+        return self.outputs[0].text
 
-@dataclass(frozen=True)
-class Tokenization:
-    """One text's tokens."""
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return self.outputs[0].token_ids
 
-    token_ids: tuple[int, ...]
-    tokens: tuple[bytes, ...]
-    """The bytes that each token stands for; they need not be whole characters. Empty unless return_tokens."""
-
-    @staticmethod
-    def from_message(message: tokenizer_pb2.Tokenization) -> Tokenization:
-        return Tokenization(tuple(message.token_ids), tuple(message.tokens))
-
-
-@dataclass(frozen=True)
-class Model:
-    """A model that the server has loaded."""
-
-    name: str
-    max_context_tokens: int
-    """Trained context: prompt and output together."""
-    max_output_tokens: int
-    """The operator's limit on max_new_tokens."""
-    vocab_size: int
-    eos_token_ids: tuple[int, ...]
-    default_sampling: Sampling
-    """What a request gets where it leaves a value unset."""
-    tokenizer_sha256: str
-    """Hex digest of tokenizer.json. Empty: the model takes token ids only."""
-
-    @staticmethod
-    def from_message(message: model_pb2.Model) -> Model:
-        return Model(
-            name=message.name,
-            max_context_tokens=message.max_context_tokens,
-            max_output_tokens=message.max_output_tokens,
-            vocab_size=message.vocab_size,
-            eos_token_ids=tuple(message.eos_token_ids),
-            default_sampling=Sampling.from_message(message.default_sampling),
-            tokenizer_sha256=message.tokenizer_sha256,
-        )
-
-
-@dataclass(frozen=True)
-class ServerInfo:
-    """What does not change while the server runs, and its uptime."""
-
-    version: str
-    schema_revision: int
-    """Grows by one with each addition to the API."""
-    instance_id: str
-    uptime: float
-    """Seconds."""
-    max_running_requests: int
-    max_queued_requests: int
-    max_batched_tokens: int
-    """Tokens that one step computes at the most."""
-    kv_block_size: int
-    """Tokens per block."""
-    kv_block_count: int
-    device: str
-    dtype: str
-    kernels: str
-    batch_invariant: bool
-    """Whether a request's tokens are bit for bit the same alone and in company."""
-
-    @staticmethod
-    def from_message(message: server_pb2.GetServerInfoResponse) -> ServerInfo:
-        return ServerInfo(
-            version=message.version,
-            schema_revision=message.schema_revision,
-            instance_id=message.instance_id,
-            uptime=to_seconds(message.uptime),
-            max_running_requests=message.max_running_requests,
-            max_queued_requests=message.max_queued_requests,
-            max_batched_tokens=message.max_batched_tokens,
-            kv_block_size=message.kv_block_size,
-            kv_block_count=message.kv_block_count,
-            device=message.device,
-            dtype=message.dtype,
-            kernels=message.kernels,
-            batch_invariant=message.batch_invariant,
-        )
-
-
-@dataclass(frozen=True)
-class Load:
-    """What the server is doing now."""
-
-    running_request_count: int
-    queued_request_count: int
-    used_kv_block_count: int
-    kv_block_count: int
-    running_token_count: int
-    """Tokens that running requests hold in the KV cache."""
-    queued_token_count: int
-    """Prompt tokens of waiting requests."""
-    draining: bool
-    """The server is shutting down and takes no new requests."""
-
-    @staticmethod
-    def from_message(message: server_pb2.GetLoadResponse) -> Load:
-        return Load(
-            running_request_count=message.running_request_count,
-            queued_request_count=message.queued_request_count,
-            used_kv_block_count=message.used_kv_block_count,
-            kv_block_count=message.kv_block_count,
-            running_token_count=message.running_token_count,
-            queued_token_count=message.queued_token_count,
-            draining=message.draining,
-        )
+    @property
+    def logprobs(self) -> tuple[TokenLogprob, ...]:
+        return self.outputs[0].logprobs

@@ -26,45 +26,63 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from pellucid.v1 import types_pb2 as pellucid_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bpellucid/v1/inference.proto\x12\x0bpellucid.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x17pellucid/v1/types.proto\"\xee\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12*\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x15.pellucid.v1.TokenIdsH\x00\x12\x1b\n\x13omit_special_tokens\x18\x06 \x01(\x08\x12-\n\x08sampling\x18\x07 \x01(\x0b\x32\x1b.pellucid.v1.SamplingParams\x12/\n\x08stopping\x18\x08 \x01(\x0b\x32\x1d.pellucid.v1.StoppingCriteria\x12*\n\x06output\x18\n \x01(\x0b\x32\x1a.pellucid.v1.OutputOptions\x12+\n\x07\x63ontext\x18\x0c \x01(\x0b\x32\x1a.pellucid.v1.ContextPolicy\x12\x1c\n\x14parse_special_tokens\x18\x0f \x01(\x08\x42\x08\n\x06prompt\"\xe9\x01\n\x10StoppingCriteria\x12\x1b\n\x0emax_new_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x16\n\x0emin_new_tokens\x18\x02 \x01(\r\x12\x14\n\x0cstop_strings\x18\x03 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x04 \x03(\r\x12\x1c\n\x14include_stop_in_text\x18\x05 \x01(\x08\x12\x12\n\nignore_eos\x18\x06 \x01(\x08\x12-\n\ntime_limit\x18\x07 \x01(\x0b\x32\x19.google.protobuf.DurationB\x11\n\x0f_max_new_tokens\"\xea\x01\n\rOutputOptions\x12\x11\n\tomit_text\x18\x01 \x01(\x08\x12\x16\n\x0eomit_token_ids\x18\x02 \x01(\x08\x12\x1b\n\x13keep_special_tokens\x18\x03 \x01(\x08\x12\x1f\n\x17return_prompt_token_ids\x18\x04 \x01(\x08\x12\x30\n\rdelivery_mode\x18\x07 \x01(\x0e\x32\x19.pellucid.v1.DeliveryMode\x12#\n\x16min_tokens_per_message\x18\x08 \x01(\rH\x00\x88\x01\x01\x42\x19\n\x17_min_tokens_per_message\"\xbf\x01\n\rContextPolicy\x12.\n\x08overflow\x18\x01 \x01(\x0e\x32\x1c.pellucid.v1.ContextOverflow\x12\x1a\n\rwindow_tokens\x18\x02 \x01(\rH\x00\x88\x01\x01\x12\x18\n\x0bsink_tokens\x18\x03 \x01(\rH\x01\x88\x01\x01\x12\x17\n\nhop_tokens\x18\x04 \x01(\rH\x02\x88\x01\x01\x42\x10\n\x0e_window_tokensB\x0e\n\x0c_sink_tokensB\r\n\x0b_hop_tokens\"\xb0\x01\n\x10GenerateResponse\x12\'\n\x06prompt\x18\x01 \x01(\x0b\x32\x17.pellucid.v1.PromptInfo\x12)\n\x07outputs\x18\x02 \x03(\x0b\x32\x18.pellucid.v1.OutputDelta\x12!\n\x05usage\x18\x03 \x01(\x0b\x32\x12.pellucid.v1.Usage\x12%\n\x07timings\x18\x04 \x01(\x0b\x32\x14.pellucid.v1.Timings\"\xc8\x02\n\nPromptInfo\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x1a\n\x12prompt_token_count\x18\x03 \x01(\r\x12\x1b\n\x13\x64ropped_token_count\x18\x05 \x01(\r\x12\x11\n\ttoken_ids\x18\x06 \x03(\r\x12\x37\n\x12\x65\x66\x66\x65\x63tive_sampling\x18\x08 \x01(\x0b\x32\x1b.pellucid.v1.SamplingParams\x12 \n\x18\x65\x66\x66\x65\x63tive_max_new_tokens\x18\t \x01(\r\x12\x35\n\x11\x65\x66\x66\x65\x63tive_context\x18\n \x01(\x0b\x32\x1a.pellucid.v1.ContextPolicy\x12\x39\n\x12\x65\x66\x66\x65\x63tive_stopping\x18\x0b \x01(\x0b\x32\x1d.pellucid.v1.StoppingCriteria\"k\n\x0bOutputDelta\x12\x16\n\x0esequence_index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12#\n\x06\x66inish\x18\x05 \x01(\x0b\x32\x13.pellucid.v1.Finish\"\x95\x01\n\x06\x46inish\x12)\n\x06reason\x18\x01 \x01(\x0e\x32\x19.pellucid.v1.FinishReason\x12\x1a\n\x10matched_token_id\x18\x02 \x01(\rH\x00\x12\x1d\n\x13matched_stop_string\x18\x03 \x01(\tH\x00\x12\x1a\n\x12output_token_count\x18\x04 \x01(\rB\t\n\x07matched\"?\n\x05Usage\x12\x1a\n\x12prompt_token_count\x18\x01 \x01(\r\x12\x1a\n\x12output_token_count\x18\x03 \x01(\r\"\xd4\x02\n\x07Timings\x12-\n\nqueue_time\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12/\n\x0cprefill_time\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x36\n\x13time_to_first_token\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12.\n\x0b\x64\x65\x63ode_time\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12-\n\ntotal_time\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x18\n\x10preemption_count\x18\x06 \x01(\r\x12\x19\n\x11window_move_count\x18\x07 \x01(\r\x12\x1d\n\x15\x65ngine_recovery_count\x18\x08 \x01(\r\"#\n\rCancelRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\";\n\x0e\x43\x61ncelResponse\x12)\n\x06result\x18\x01 \x01(\x0e\x32\x19.pellucid.v1.CancelResult*e\n\x0c\x44\x65liveryMode\x12\x1d\n\x19\x44\x45LIVERY_MODE_UNSPECIFIED\x10\x00\x12\x1d\n\x19\x44\x45LIVERY_MODE_INCREMENTAL\x10\x01\x12\x17\n\x13\x44\x45LIVERY_MODE_FINAL\x10\x02*\xc4\x01\n\x0f\x43ontextOverflow\x12 \n\x1c\x43ONTEXT_OVERFLOW_UNSPECIFIED\x10\x00\x12\x19\n\x15\x43ONTEXT_OVERFLOW_AUTO\x10\x01\x12\x1b\n\x17\x43ONTEXT_OVERFLOW_REJECT\x10\x02\x12\x1d\n\x19\x43ONTEXT_OVERFLOW_TRUNCATE\x10\x03\x12\x19\n\x15\x43ONTEXT_OVERFLOW_ROLL\x10\x04\x12\x1d\n\x19\x43ONTEXT_OVERFLOW_REENCODE\x10\x05*\xfe\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x15\n\x11\x46INISH_REASON_EOS\x10\x01\x12\x1c\n\x18\x46INISH_REASON_STOP_TOKEN\x10\x02\x12\x1d\n\x19\x46INISH_REASON_STOP_STRING\x10\x03\x12 \n\x1c\x46INISH_REASON_MAX_NEW_TOKENS\x10\x04\x12\x1e\n\x1a\x46INISH_REASON_CONTEXT_FULL\x10\x05\x12\x1c\n\x18\x46INISH_REASON_TIME_LIMIT\x10\x06\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x08*g\n\x0c\x43\x61ncelResult\x12\x1d\n\x19\x43\x41NCEL_RESULT_UNSPECIFIED\x10\x00\x12\x1b\n\x17\x43\x41NCEL_RESULT_CANCELLED\x10\x01\x12\x1b\n\x17\x43\x41NCEL_RESULT_NOT_FOUND\x10\x02\x32\xa0\x01\n\x10InferenceService\x12I\n\x08Generate\x12\x1c.pellucid.v1.GenerateRequest\x1a\x1d.pellucid.v1.GenerateResponse0\x01\x12\x41\n\x06\x43\x61ncel\x12\x1a.pellucid.v1.CancelRequest\x1a\x1b.pellucid.v1.CancelResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bpellucid/v1/inference.proto\x12\x0bpellucid.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x17pellucid/v1/types.proto\"\x82\x04\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12*\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x15.pellucid.v1.TokenIdsH\x00\x12!\n\x04\x63hat\x18\x05 \x01(\x0b\x32\x11.pellucid.v1.ChatH\x00\x12\x1b\n\x13omit_special_tokens\x18\x06 \x01(\x08\x12-\n\x08sampling\x18\x07 \x01(\x0b\x32\x1b.pellucid.v1.SamplingParams\x12/\n\x08stopping\x18\x08 \x01(\x0b\x32\x1d.pellucid.v1.StoppingCriteria\x12\x33\n\nconstraint\x18\t \x01(\x0b\x32\x1f.pellucid.v1.DecodingConstraint\x12*\n\x06output\x18\n \x01(\x0b\x32\x1a.pellucid.v1.OutputOptions\x12(\n\x05\x63\x61\x63he\x18\x0b \x01(\x0b\x32\x19.pellucid.v1.CacheOptions\x12+\n\x07\x63ontext\x18\x0c \x01(\x0b\x32\x1a.pellucid.v1.ContextPolicy\x12\x10\n\x08priority\x18\x0e \x01(\x05\x12\x1c\n\x14parse_special_tokens\x18\x0f \x01(\x08\x42\x08\n\x06prompt\"R\n\x04\x43hat\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.pellucid.v1.ChatMessage\x12\x1e\n\x16omit_generation_prompt\x18\x02 \x01(\x08\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\xe9\x01\n\x10StoppingCriteria\x12\x1b\n\x0emax_new_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x16\n\x0emin_new_tokens\x18\x02 \x01(\r\x12\x14\n\x0cstop_strings\x18\x03 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x04 \x03(\r\x12\x1c\n\x14include_stop_in_text\x18\x05 \x01(\x08\x12\x12\n\nignore_eos\x18\x06 \x01(\x08\x12-\n\ntime_limit\x18\x07 \x01(\x0b\x32\x19.google.protobuf.DurationB\x11\n\x0f_max_new_tokens\"\xbb\x01\n\x12\x44\x65\x63odingConstraint\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12.\n\x0bjson_object\x18\x02 \x01(\x0b\x32\x17.pellucid.v1.JsonObjectH\x00\x12\x0f\n\x05regex\x18\x03 \x01(\tH\x00\x12\x16\n\x0c\x65\x62nf_grammar\x18\x04 \x01(\tH\x00\x12\'\n\x07\x63hoices\x18\x05 \x01(\x0b\x32\x14.pellucid.v1.ChoicesH\x00\x42\x0c\n\nconstraint\"\x0c\n\nJsonObject\"\x19\n\x07\x43hoices\x12\x0e\n\x06values\x18\x01 \x03(\t\"\xd6\x02\n\rOutputOptions\x12\x11\n\tomit_text\x18\x01 \x01(\x08\x12\x16\n\x0eomit_token_ids\x18\x02 \x01(\x08\x12\x1b\n\x13keep_special_tokens\x18\x03 \x01(\x08\x12\x1f\n\x17return_prompt_token_ids\x18\x04 \x01(\x08\x12\x34\n\x0foutput_logprobs\x18\x05 \x01(\x0b\x32\x1b.pellucid.v1.LogprobOptions\x12\x34\n\x0fprompt_logprobs\x18\x06 \x01(\x0b\x32\x1b.pellucid.v1.LogprobOptions\x12\x30\n\rdelivery_mode\x18\x07 \x01(\x0e\x32\x19.pellucid.v1.DeliveryMode\x12#\n\x16min_tokens_per_message\x18\x08 \x01(\rH\x00\x88\x01\x01\x42\x19\n\x17_min_tokens_per_message\"N\n\x0eLogprobOptions\x12\x11\n\ttop_count\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x16\n\x0estart_position\x18\x03 \x01(\r\"G\n\x0c\x43\x61\x63heOptions\x12\x13\n\x0b\x62ypass_read\x18\x01 \x01(\x08\x12\x14\n\x0c\x62ypass_write\x18\x02 \x01(\x08\x12\x0c\n\x04salt\x18\x03 \x01(\t\"\xbf\x01\n\rContextPolicy\x12.\n\x08overflow\x18\x01 \x01(\x0e\x32\x1c.pellucid.v1.ContextOverflow\x12\x1a\n\rwindow_tokens\x18\x02 \x01(\rH\x00\x88\x01\x01\x12\x18\n\x0bsink_tokens\x18\x03 \x01(\rH\x01\x88\x01\x01\x12\x17\n\nhop_tokens\x18\x04 \x01(\rH\x02\x88\x01\x01\x42\x10\n\x0e_window_tokensB\x0e\n\x0c_sink_tokensB\r\n\x0b_hop_tokens\"\xb0\x01\n\x10GenerateResponse\x12\'\n\x06prompt\x18\x01 \x01(\x0b\x32\x17.pellucid.v1.PromptInfo\x12)\n\x07outputs\x18\x02 \x03(\x0b\x32\x18.pellucid.v1.OutputDelta\x12!\n\x05usage\x18\x03 \x01(\x0b\x32\x12.pellucid.v1.Usage\x12%\n\x07timings\x18\x04 \x01(\x0b\x32\x14.pellucid.v1.Timings\"\x91\x03\n\nPromptInfo\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x1a\n\x12prompt_token_count\x18\x03 \x01(\r\x12\x1a\n\x12\x63\x61\x63hed_token_count\x18\x04 \x01(\r\x12\x1b\n\x13\x64ropped_token_count\x18\x05 \x01(\r\x12\x11\n\ttoken_ids\x18\x06 \x03(\r\x12+\n\x08logprobs\x18\x07 \x03(\x0b\x32\x19.pellucid.v1.TokenLogprob\x12\x37\n\x12\x65\x66\x66\x65\x63tive_sampling\x18\x08 \x01(\x0b\x32\x1b.pellucid.v1.SamplingParams\x12 \n\x18\x65\x66\x66\x65\x63tive_max_new_tokens\x18\t \x01(\r\x12\x35\n\x11\x65\x66\x66\x65\x63tive_context\x18\n \x01(\x0b\x32\x1a.pellucid.v1.ContextPolicy\x12\x39\n\x12\x65\x66\x66\x65\x63tive_stopping\x18\x0b \x01(\x0b\x32\x1d.pellucid.v1.StoppingCriteria\"\x98\x01\n\x0bOutputDelta\x12\x16\n\x0esequence_index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12+\n\x08logprobs\x18\x04 \x03(\x0b\x32\x19.pellucid.v1.TokenLogprob\x12#\n\x06\x66inish\x18\x05 \x01(\x0b\x32\x13.pellucid.v1.Finish\"\x94\x01\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x14\n\x07logprob\x18\x02 \x01(\x02H\x00\x88\x01\x01\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\r\n\x05token\x18\x04 \x01(\x0c\x12\x33\n\x0c\x61lternatives\x18\x05 \x03(\x0b\x32\x1d.pellucid.v1.TokenAlternativeB\n\n\x08_logprob\"R\n\x10TokenAlternative\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\r\n\x05token\x18\x04 \x01(\x0c\"\x95\x01\n\x06\x46inish\x12)\n\x06reason\x18\x01 \x01(\x0e\x32\x19.pellucid.v1.FinishReason\x12\x1a\n\x10matched_token_id\x18\x02 \x01(\rH\x00\x12\x1d\n\x13matched_stop_string\x18\x03 \x01(\tH\x00\x12\x1a\n\x12output_token_count\x18\x04 \x01(\rB\t\n\x07matched\"[\n\x05Usage\x12\x1a\n\x12prompt_token_count\x18\x01 \x01(\r\x12\x1a\n\x12\x63\x61\x63hed_token_count\x18\x02 \x01(\r\x12\x1a\n\x12output_token_count\x18\x03 \x01(\r\"\xd4\x02\n\x07Timings\x12-\n\nqueue_time\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12/\n\x0cprefill_time\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x36\n\x13time_to_first_token\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12.\n\x0b\x64\x65\x63ode_time\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12-\n\ntotal_time\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x18\n\x10preemption_count\x18\x06 \x01(\r\x12\x19\n\x11window_move_count\x18\x07 \x01(\r\x12\x1d\n\x15\x65ngine_recovery_count\x18\x08 \x01(\r\"#\n\rCancelRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\";\n\x0e\x43\x61ncelResponse\x12)\n\x06result\x18\x01 \x01(\x0e\x32\x19.pellucid.v1.CancelResult*e\n\x0c\x44\x65liveryMode\x12\x1d\n\x19\x44\x45LIVERY_MODE_UNSPECIFIED\x10\x00\x12\x1d\n\x19\x44\x45LIVERY_MODE_INCREMENTAL\x10\x01\x12\x17\n\x13\x44\x45LIVERY_MODE_FINAL\x10\x02*\xc4\x01\n\x0f\x43ontextOverflow\x12 \n\x1c\x43ONTEXT_OVERFLOW_UNSPECIFIED\x10\x00\x12\x19\n\x15\x43ONTEXT_OVERFLOW_AUTO\x10\x01\x12\x1b\n\x17\x43ONTEXT_OVERFLOW_REJECT\x10\x02\x12\x1d\n\x19\x43ONTEXT_OVERFLOW_TRUNCATE\x10\x03\x12\x19\n\x15\x43ONTEXT_OVERFLOW_ROLL\x10\x04\x12\x1d\n\x19\x43ONTEXT_OVERFLOW_REENCODE\x10\x05*\xbd\x02\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x15\n\x11\x46INISH_REASON_EOS\x10\x01\x12\x1c\n\x18\x46INISH_REASON_STOP_TOKEN\x10\x02\x12\x1d\n\x19\x46INISH_REASON_STOP_STRING\x10\x03\x12 \n\x1c\x46INISH_REASON_MAX_NEW_TOKENS\x10\x04\x12\x1e\n\x1a\x46INISH_REASON_CONTEXT_FULL\x10\x05\x12\x1c\n\x18\x46INISH_REASON_TIME_LIMIT\x10\x06\x12!\n\x1d\x46INISH_REASON_CONSTRAINT_DONE\x10\x07\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x08\x12\x1a\n\x16\x46INISH_REASON_NO_TOKEN\x10\t*g\n\x0c\x43\x61ncelResult\x12\x1d\n\x19\x43\x41NCEL_RESULT_UNSPECIFIED\x10\x00\x12\x1b\n\x17\x43\x41NCEL_RESULT_CANCELLED\x10\x01\x12\x1b\n\x17\x43\x41NCEL_RESULT_NOT_FOUND\x10\x02\x32\xa0\x01\n\x10InferenceService\x12I\n\x08Generate\x12\x1c.pellucid.v1.GenerateRequest\x1a\x1d.pellucid.v1.GenerateResponse0\x01\x12\x41\n\x06\x43\x61ncel\x12\x1a.pellucid.v1.CancelRequest\x1a\x1b.pellucid.v1.CancelResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pellucid.v1.inference_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_DELIVERYMODE']._serialized_start=2414
-  _globals['_DELIVERYMODE']._serialized_end=2515
-  _globals['_CONTEXTOVERFLOW']._serialized_start=2518
-  _globals['_CONTEXTOVERFLOW']._serialized_end=2714
-  _globals['_FINISHREASON']._serialized_start=2717
-  _globals['_FINISHREASON']._serialized_end=2971
-  _globals['_CANCELRESULT']._serialized_start=2973
-  _globals['_CANCELRESULT']._serialized_end=3076
+  _globals['_DELIVERYMODE']._serialized_start=3566
+  _globals['_DELIVERYMODE']._serialized_end=3667
+  _globals['_CONTEXTOVERFLOW']._serialized_start=3670
+  _globals['_CONTEXTOVERFLOW']._serialized_end=3866
+  _globals['_FINISHREASON']._serialized_start=3869
+  _globals['_FINISHREASON']._serialized_end=4186
+  _globals['_CANCELRESULT']._serialized_start=4188
+  _globals['_CANCELRESULT']._serialized_end=4291
   _globals['_GENERATEREQUEST']._serialized_start=102
-  _globals['_GENERATEREQUEST']._serialized_end=468
-  _globals['_STOPPINGCRITERIA']._serialized_start=471
-  _globals['_STOPPINGCRITERIA']._serialized_end=704
-  _globals['_OUTPUTOPTIONS']._serialized_start=707
-  _globals['_OUTPUTOPTIONS']._serialized_end=941
-  _globals['_CONTEXTPOLICY']._serialized_start=944
-  _globals['_CONTEXTPOLICY']._serialized_end=1135
-  _globals['_GENERATERESPONSE']._serialized_start=1138
-  _globals['_GENERATERESPONSE']._serialized_end=1314
-  _globals['_PROMPTINFO']._serialized_start=1317
-  _globals['_PROMPTINFO']._serialized_end=1645
-  _globals['_OUTPUTDELTA']._serialized_start=1647
-  _globals['_OUTPUTDELTA']._serialized_end=1754
-  _globals['_FINISH']._serialized_start=1757
-  _globals['_FINISH']._serialized_end=1906
-  _globals['_USAGE']._serialized_start=1908
-  _globals['_USAGE']._serialized_end=1971
-  _globals['_TIMINGS']._serialized_start=1974
-  _globals['_TIMINGS']._serialized_end=2314
-  _globals['_CANCELREQUEST']._serialized_start=2316
-  _globals['_CANCELREQUEST']._serialized_end=2351
-  _globals['_CANCELRESPONSE']._serialized_start=2353
-  _globals['_CANCELRESPONSE']._serialized_end=2412
-  _globals['_INFERENCESERVICE']._serialized_start=3079
-  _globals['_INFERENCESERVICE']._serialized_end=3239
+  _globals['_GENERATEREQUEST']._serialized_end=616
+  _globals['_CHAT']._serialized_start=618
+  _globals['_CHAT']._serialized_end=700
+  _globals['_CHATMESSAGE']._serialized_start=702
+  _globals['_CHATMESSAGE']._serialized_end=746
+  _globals['_STOPPINGCRITERIA']._serialized_start=749
+  _globals['_STOPPINGCRITERIA']._serialized_end=982
+  _globals['_DECODINGCONSTRAINT']._serialized_start=985
+  _globals['_DECODINGCONSTRAINT']._serialized_end=1172
+  _globals['_JSONOBJECT']._serialized_start=1174
+  _globals['_JSONOBJECT']._serialized_end=1186
+  _globals['_CHOICES']._serialized_start=1188
+  _globals['_CHOICES']._serialized_end=1213
+  _globals['_OUTPUTOPTIONS']._serialized_start=1216
+  _globals['_OUTPUTOPTIONS']._serialized_end=1558
+  _globals['_LOGPROBOPTIONS']._serialized_start=1560
+  _globals['_LOGPROBOPTIONS']._serialized_end=1638
+  _globals['_CACHEOPTIONS']._serialized_start=1640
+  _globals['_CACHEOPTIONS']._serialized_end=1711
+  _globals['_CONTEXTPOLICY']._serialized_start=1714
+  _globals['_CONTEXTPOLICY']._serialized_end=1905
+  _globals['_GENERATERESPONSE']._serialized_start=1908
+  _globals['_GENERATERESPONSE']._serialized_end=2084
+  _globals['_PROMPTINFO']._serialized_start=2087
+  _globals['_PROMPTINFO']._serialized_end=2488
+  _globals['_OUTPUTDELTA']._serialized_start=2491
+  _globals['_OUTPUTDELTA']._serialized_end=2643
+  _globals['_TOKENLOGPROB']._serialized_start=2646
+  _globals['_TOKENLOGPROB']._serialized_end=2794
+  _globals['_TOKENALTERNATIVE']._serialized_start=2796
+  _globals['_TOKENALTERNATIVE']._serialized_end=2878
+  _globals['_FINISH']._serialized_start=2881
+  _globals['_FINISH']._serialized_end=3030
+  _globals['_USAGE']._serialized_start=3032
+  _globals['_USAGE']._serialized_end=3123
+  _globals['_TIMINGS']._serialized_start=3126
+  _globals['_TIMINGS']._serialized_end=3466
+  _globals['_CANCELREQUEST']._serialized_start=3468
+  _globals['_CANCELREQUEST']._serialized_end=3503
+  _globals['_CANCELRESPONSE']._serialized_start=3505
+  _globals['_CANCELRESPONSE']._serialized_end=3564
+  _globals['_INFERENCESERVICE']._serialized_start=4294
+  _globals['_INFERENCESERVICE']._serialized_end=4454
 # @@protoc_insertion_point(module_scope)

@@ -25,23 +25,25 @@ _sym_db = _symbol_database.Default()
 from pellucid.v1 import types_pb2 as pellucid_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17pellucid/v1/model.proto\x12\x0bpellucid.v1\x1a\x17pellucid/v1/types.proto\"\xc8\x01\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x1a\n\x12max_context_tokens\x18\x03 \x01(\r\x12\x19\n\x11max_output_tokens\x18\x04 \x01(\r\x12\x12\n\nvocab_size\x18\x05 \x01(\r\x12\x15\n\reos_token_ids\x18\x06 \x03(\r\x12\x35\n\x10\x64\x65\x66\x61ult_sampling\x18\x07 \x01(\x0b\x32\x1b.pellucid.v1.SamplingParams\x12\x18\n\x10tokenizer_sha256\x18\n \x01(\t\"\x13\n\x11ListModelsRequest\"8\n\x12ListModelsResponse\x12\"\n\x06models\x18\x01 \x03(\x0b\x32\x12.pellucid.v1.Model\"\x1f\n\x0fGetModelRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"5\n\x10GetModelResponse\x12!\n\x05model\x18\x01 \x01(\x0b\x32\x12.pellucid.v1.Model2\xa6\x01\n\x0cModelService\x12M\n\nListModels\x12\x1e.pellucid.v1.ListModelsRequest\x1a\x1f.pellucid.v1.ListModelsResponse\x12G\n\x08GetModel\x12\x1c.pellucid.v1.GetModelRequest\x1a\x1d.pellucid.v1.GetModelResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17pellucid/v1/model.proto\x12\x0bpellucid.v1\x1a\x17pellucid/v1/types.proto\"\x8a\x02\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x1a\n\x12max_context_tokens\x18\x03 \x01(\r\x12\x19\n\x11max_output_tokens\x18\x04 \x01(\r\x12\x12\n\nvocab_size\x18\x05 \x01(\r\x12\x15\n\reos_token_ids\x18\x06 \x03(\r\x12\x35\n\x10\x64\x65\x66\x61ult_sampling\x18\x07 \x01(\x0b\x32\x1b.pellucid.v1.SamplingParams\x12&\n\x08\x66\x65\x61tures\x18\x08 \x03(\x0e\x32\x14.pellucid.v1.Feature\x12\x18\n\x10tokenizer_sha256\x18\n \x01(\t\x12\x18\n\x10max_top_logprobs\x18\x0b \x01(\r\"\x13\n\x11ListModelsRequest\"8\n\x12ListModelsResponse\x12\"\n\x06models\x18\x01 \x03(\x0b\x32\x12.pellucid.v1.Model\"\x1f\n\x0fGetModelRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"5\n\x10GetModelResponse\x12!\n\x05model\x18\x01 \x01(\x0b\x32\x12.pellucid.v1.Model*\xdf\x02\n\x07\x46\x65\x61ture\x12\x17\n\x13\x46\x45\x41TURE_UNSPECIFIED\x10\x00\x12\x15\n\x11\x46\x45\x41TURE_TYPICAL_P\x10\x01\x12\x16\n\x12\x46\x45\x41TURE_LOGIT_BIAS\x10\x02\x12\x1e\n\x1a\x46\x45\x41TURE_MULTIPLE_SEQUENCES\x10\x03\x12\x1b\n\x17\x46\x45\x41TURE_OUTPUT_LOGPROBS\x10\x04\x12\x1b\n\x17\x46\x45\x41TURE_PROMPT_LOGPROBS\x10\x05\x12\x17\n\x13\x46\x45\x41TURE_JSON_SCHEMA\x10\x06\x12\x11\n\rFEATURE_REGEX\x10\x07\x12\x18\n\x14\x46\x45\x41TURE_EBNF_GRAMMAR\x10\x08\x12\x13\n\x0f\x46\x45\x41TURE_CHOICES\x10\t\x12\x14\n\x10\x46\x45\x41TURE_PRIORITY\x10\x0b\x12\x18\n\x14\x46\x45\x41TURE_PREFIX_CACHE\x10\x0c\x12\x10\n\x0c\x46\x45\x41TURE_CHAT\x10\r\x12\x15\n\x11\x46\x45\x41TURE_PENALTIES\x10\x0e\x32\xa6\x01\n\x0cModelService\x12M\n\nListModels\x12\x1e.pellucid.v1.ListModelsRequest\x1a\x1f.pellucid.v1.ListModelsResponse\x12G\n\x08GetModel\x12\x1c.pellucid.v1.GetModelRequest\x1a\x1d.pellucid.v1.GetModelResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pellucid.v1.model_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_FEATURE']._serialized_start=502
+  _globals['_FEATURE']._serialized_end=853
   _globals['_MODEL']._serialized_start=66
-  _globals['_MODEL']._serialized_end=266
-  _globals['_LISTMODELSREQUEST']._serialized_start=268
-  _globals['_LISTMODELSREQUEST']._serialized_end=287
-  _globals['_LISTMODELSRESPONSE']._serialized_start=289
-  _globals['_LISTMODELSRESPONSE']._serialized_end=345
-  _globals['_GETMODELREQUEST']._serialized_start=347
-  _globals['_GETMODELREQUEST']._serialized_end=378
-  _globals['_GETMODELRESPONSE']._serialized_start=380
-  _globals['_GETMODELRESPONSE']._serialized_end=433
-  _globals['_MODELSERVICE']._serialized_start=436
-  _globals['_MODELSERVICE']._serialized_end=602
+  _globals['_MODEL']._serialized_end=332
+  _globals['_LISTMODELSREQUEST']._serialized_start=334
+  _globals['_LISTMODELSREQUEST']._serialized_end=353
+  _globals['_LISTMODELSRESPONSE']._serialized_start=355
+  _globals['_LISTMODELSRESPONSE']._serialized_end=411
+  _globals['_GETMODELREQUEST']._serialized_start=413
+  _globals['_GETMODELREQUEST']._serialized_end=444
+  _globals['_GETMODELRESPONSE']._serialized_start=446
+  _globals['_GETMODELRESPONSE']._serialized_end=499
+  _globals['_MODELSERVICE']._serialized_start=856
+  _globals['_MODELSERVICE']._serialized_end=1022
 # @@protoc_insertion_point(module_scope)

@@ -1,7 +1,8 @@
 """InferenceService: Generate and Cancel.
 
-A Generate call goes: parse, validate, admit (bounded, before any heavy work), tokenize in a thread, plan, start; then
-the outbox is written to the stream until the request has ended. However the call ends, the request ends in the table.
+A Generate call goes: parse, validate, admit (bounded, before any heavy work); in threads render, tokenize, check the
+constraint; plan, start; then the outbox is written to the stream until the request has ended. However the call ends,
+the request ends in the table.
 """
 
 from __future__ import annotations
@@ -12,7 +13,10 @@ from dataclasses import dataclass
 import grpc
 
 from pellucid.v1 import inference_pb2
-from pellucid_model.tokenizers import InvalidTextError, UnknownCharacterError
+from pellucid_model.tokenizers import InvalidTextError, Tokenizer, UnknownCharacterError
+from pellucid_server.chat import ChatError
+from pellucid_server.engine import constraint_check
+from pellucid_server.engine.messages import Constraint
 from pellucid_server.errors import InternalError, InvalidRequest, ServeError, SlowConsumer, Violation
 from pellucid_server.live_request import LiveRequest
 from pellucid_server.planning import check_text_size, make_plan
@@ -21,6 +25,7 @@ from pellucid_server.rpc import messages
 from pellucid_server.rpc.calls import Call, Calls
 from pellucid_server.rpc.directory import Directory
 from pellucid_server.rpc.validation import GenerateSpec, validate_generate
+from pellucid_server.rpc.validation_options import CONSTRAINT_FIELDS
 from pellucid_server.rpc.wire import parse
 from pellucid_server.served import ServedModel
 from pellucid_server.text.stream import TextStream
@@ -36,6 +41,8 @@ class InferenceService:
     directory: Directory
     table: RequestTable
     pool: TextPool
+    checks: TextPool
+    """For what may take seconds, so that texts need not wait for it."""
 
     def handlers(self, calls: Calls) -> dict[str, grpc.RpcMethodHandler[bytes, bytes]]:
         return {
@@ -79,14 +86,22 @@ class InferenceService:
         model = self.directory.ready_model()
         spec = validate_generate(message, model, header_id)
         request = self.table.admit(
-            request_id, spec.rules, deadline=call.deadline, time_limit=spec.time_limit, caller=call.caller
+            request_id,
+            spec.rules,
+            deadline=call.deadline,
+            time_limit=spec.time_limit,
+            caller=call.caller,
+            sequences=spec.sequence_count,
         )
         return model, spec, request
 
     async def _serve(self, model: ServedModel, spec: GenerateSpec, request: LiveRequest, call: Call) -> None:
         prompt = await self.pool.run(lambda: prompt_tokens(model, spec))
         plan = make_plan(model, spec.wishes, prompt)
-        self.table.start(request, plan, _text_stream(model, spec))
+        constraint = spec.wishes.options.constraint
+        if constraint is not None:
+            await self.checks.run(lambda: check_constraint(constraint))
+        self.table.start(request, plan, lambda: _text_stream(model, spec))
         info = messages.prompt_info(model, spec, request, plan, prompt)
         del prompt
         first = True
@@ -95,8 +110,11 @@ class InferenceService:
             end = request.end
             if end is not None and end.error is not None:
                 raise end.error
-            response = messages.delta(request.outbox.take())
+            response = messages.delta(request.outbox.take(), model)
             if first:
+                info.cached_token_count = request.cached_tokens
+                if request.prompt_logprobs:
+                    await asyncio.to_thread(messages.add_prompt_logprobs, info, request, model)
                 response.prompt.CopyFrom(info)
                 first = False
             if end is not None:
@@ -118,22 +136,45 @@ async def _write(call: Call, response: inference_pb2.GenerateResponse, request: 
 
 
 def prompt_tokens(model: ServedModel, spec: GenerateSpec) -> list[int]:
-    """The prompt as token ids. Raises InvalidRequest for text that the tokenizer cannot take."""
-    if spec.text is None or model.tokenizer is None:
+    """The prompt as token ids. Raises InvalidRequest for what template or tokenizer cannot take."""
+    if spec.token_ids is not None or model.tokenizer is None:
         return spec.token_ids or []
-    check_text_size(model, spec.wishes, spec.text)
     try:
-        tokens = model.tokenizer.encode(
-            spec.text,
-            add_special_tokens=spec.add_special_tokens,
-            parse_special_tokens=spec.parse_special_tokens,
-        )
+        tokens = _chat_tokens(model, spec) if spec.chat is not None else _text_tokens(model, model.tokenizer, spec)
     except (UnknownCharacterError, InvalidTextError) as error:
-        raise InvalidRequest([Violation("text", str(error))]) from None
+        raise InvalidRequest([Violation(spec.wishes.prompt_field, str(error))]) from None
     if tokens and not max(tokens) < model.vocab_size:
         description = f"comes to token {max(tokens)}; the model knows tokens 0 to {model.vocab_size - 1}"
-        raise InvalidRequest([Violation("text", description)])
+        raise InvalidRequest([Violation(spec.wishes.prompt_field, description)])
     return tokens
+
+
+def _text_tokens(model: ServedModel, tokenizer: Tokenizer, spec: GenerateSpec) -> list[int]:
+    text = spec.text or ""
+    check_text_size(model, spec.wishes, text)
+    return tokenizer.encode(
+        text, add_special_tokens=spec.add_special_tokens, parse_special_tokens=spec.parse_special_tokens
+    )
+
+
+def _chat_tokens(model: ServedModel, spec: GenerateSpec) -> list[int]:
+    if model.chat is None or spec.chat is None:
+        return []
+    try:
+        pieces = model.chat.render(spec.chat, open_answer=spec.open_answer)
+    except ChatError as error:
+        field = "chat.messages" if error.index is None else f"chat.messages[{error.index}]"
+        raise InvalidRequest([Violation(field, str(error))]) from None
+    check_text_size(model, spec.wishes, "".join(text for text, _ in pieces))
+    return model.chat.encode(pieces)
+
+
+def check_constraint(constraint: Constraint) -> None:
+    """Raises InvalidRequest for one that no output can follow, or that takes too much to follow."""
+    try:
+        constraint_check.check(constraint)
+    except ValueError as error:
+        raise InvalidRequest([Violation(f"constraint.{CONSTRAINT_FIELDS[constraint.kind]}", str(error))]) from None
 
 
 def _text_stream(model: ServedModel, spec: GenerateSpec) -> TextStream | None:

@@ -5,11 +5,14 @@ from __future__ import annotations
 from google.protobuf.duration_pb2 import Duration
 
 from pellucid.v1 import inference_pb2, types_pb2
-from pellucid_server.delivery import Batch
-from pellucid_server.live_request import End, LiveRequest, Plan, window_moves
+from pellucid_server.delivery import Batch, Output
+from pellucid_server.ends import End
+from pellucid_server.engine.messages import Sampling, TokenLogprob
+from pellucid_server.live_request import LiveRequest, Plan, window_moves
 from pellucid_server.planning import effective_max_new_tokens
+from pellucid_server.ranges import SAMPLING
 from pellucid_server.rpc.validation import GenerateSpec
-from pellucid_server.served import ServedModel
+from pellucid_server.served import DefaultSampling, ServedModel
 
 _FINISH_REASONS = {
     "eos": inference_pb2.FINISH_REASON_EOS,
@@ -18,7 +21,9 @@ _FINISH_REASONS = {
     "max_new_tokens": inference_pb2.FINISH_REASON_MAX_NEW_TOKENS,
     "context_full": inference_pb2.FINISH_REASON_CONTEXT_FULL,
     "time_limit": inference_pb2.FINISH_REASON_TIME_LIMIT,
+    "constraint_done": inference_pb2.FINISH_REASON_CONSTRAINT_DONE,
     "cancelled": inference_pb2.FINISH_REASON_CANCELLED,
+    "no_token": inference_pb2.FINISH_REASON_NO_TOKEN,
 }
 _OVERFLOWS = {
     "reject": inference_pb2.CONTEXT_OVERFLOW_REJECT,
@@ -31,8 +36,13 @@ _OVERFLOWS = {
 def prompt_info(
     model: ServedModel, spec: GenerateSpec, request: LiveRequest, plan: Plan, prompt: list[int]
 ) -> inference_pb2.PromptInfo:
-    """Every value in force."""
-    wishes, sampling = spec.wishes, plan.sampling
+    """Every value in force; what is known only once the prompt has run is added then."""
+    wishes = spec.wishes
+    sampling = scalars(plan.sampling)
+    sampling.seed = plan.sampling.seed
+    sampling.logit_bias.update(plan.sampling.logit_bias)
+    sampling.allowed_token_ids.extend(plan.sampling.allowed_ids)
+    sampling.sequence_count = spec.sequence_count
     max_new_tokens = effective_max_new_tokens(plan)
     stopping = inference_pb2.StoppingCriteria(
         max_new_tokens=max_new_tokens,
@@ -50,13 +60,7 @@ def prompt_info(
         prompt_token_count=plan.prompt_token_count,
         dropped_token_count=plan.dropped_token_count,
         token_ids=prompt if spec.return_prompt_token_ids else [],
-        effective_sampling=types_pb2.SamplingParams(
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            min_p=sampling.min_p,
-            seed=sampling.seed,
-        ),
+        effective_sampling=sampling,
         effective_max_new_tokens=max_new_tokens,
         effective_context=context_policy(plan),
         effective_stopping=stopping,
@@ -73,23 +77,60 @@ def context_policy(plan: Plan) -> inference_pb2.ContextPolicy:
     return policy
 
 
-def delta(batch: Batch) -> inference_pb2.GenerateResponse:
+def scalars(sampling: Sampling | DefaultSampling) -> types_pb2.SamplingParams:
+    """The values that requests, operators and checkpoints may set alike."""
+    return types_pb2.SamplingParams(**{name: getattr(sampling, name) for name in SAMPLING})
+
+
+def add_prompt_logprobs(info: inference_pb2.PromptInfo, request: LiveRequest, model: ServedModel) -> None:
+    info.logprobs.extend(token_logprob(entry, model) for entry in request.prompt_logprobs)
+
+
+def delta(batch: Batch, model: ServedModel) -> inference_pb2.GenerateResponse:
     """A message with new output."""
-    output = inference_pb2.OutputDelta(text="".join(batch.texts), token_ids=batch.token_ids)
-    return inference_pb2.GenerateResponse(outputs=[output])
+    news = {index: output for index, output in batch.outputs.items() if output.has_content or output.end is not None}
+    outputs = [_output(index, output, model) for index, output in sorted((news or batch.outputs).items())]
+    return inference_pb2.GenerateResponse(outputs=outputs)
+
+
+def _output(index: int, output: Output, model: ServedModel) -> inference_pb2.OutputDelta:
+    message = inference_pb2.OutputDelta(
+        sequence_index=index,
+        text=output.text,
+        token_ids=output.token_ids,
+        logprobs=[token_logprob(entry, model) for entry in output.logprobs],
+    )
+    if output.end is not None:
+        finish = message.finish
+        finish.reason = _FINISH_REASONS[output.end.reason]
+        finish.output_token_count = output.token_count
+        if output.end.matched_token_id is not None:
+            finish.matched_token_id = output.end.matched_token_id
+        if output.end.matched_stop_string is not None:
+            finish.matched_stop_string = output.end.matched_stop_string
+    return message
+
+
+def token_logprob(entry: TokenLogprob, model: ServedModel) -> inference_pb2.TokenLogprob:
+    """With the bytes of its tokens, where there is a tokenizer."""
+    spell = (lambda token_id: b"") if model.tokenizer is None else model.tokenizer.token_bytes
+    return inference_pb2.TokenLogprob(
+        token_id=entry.token_id,
+        logprob=entry.logprob,
+        rank=entry.rank,
+        token=spell(entry.token_id),
+        alternatives=[
+            inference_pb2.TokenAlternative(token_id=token_id, logprob=logprob, rank=rank, token=spell(token_id))
+            for token_id, logprob, rank in entry.alternatives
+        ],
+    )
 
 
 def complete(response: inference_pb2.GenerateResponse, request: LiveRequest, plan: Plan, end: End) -> None:
-    """Makes a message the last one: finish, usage, timings."""
-    finish = response.outputs[0].finish
-    finish.reason = _FINISH_REASONS[end.reason]
-    finish.output_token_count = len(request.generated)
-    if end.matched_token_id is not None:
-        finish.matched_token_id = end.matched_token_id
-    if end.matched_stop_string is not None:
-        finish.matched_stop_string = end.matched_stop_string
+    """Makes a message the last one: usage, timings."""
     response.usage.prompt_token_count = plan.prompt_token_count
-    response.usage.output_token_count = len(request.generated)
+    response.usage.cached_token_count = request.cached_tokens
+    response.usage.output_token_count = request.output_token_count
     response.timings.CopyFrom(timings(request, end))
     response.timings.window_move_count = window_moves(request, plan)
 

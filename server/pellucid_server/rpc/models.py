@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import grpc
 
-from pellucid.v1 import model_pb2, types_pb2
+from pellucid.v1 import model_pb2
 from pellucid_server.rpc.calls import Call, Calls
 from pellucid_server.rpc.directory import Directory
+from pellucid_server.rpc.messages import scalars
 from pellucid_server.rpc.validation import check_model_name
 from pellucid_server.served import ServedModel
 
@@ -43,11 +45,29 @@ def _describe(model: ServedModel) -> model_pb2.Model:
         max_output_tokens=model.max_new_tokens_limit,
         vocab_size=model.vocab_size,
         eos_token_ids=model.eos_ids,
-        default_sampling=types_pb2.SamplingParams(
-            temperature=model.sampling.temperature,
-            top_k=model.sampling.top_k,
-            top_p=model.sampling.top_p,
-            min_p=model.sampling.min_p,
-        ),
+        default_sampling=scalars(model.sampling),
+        features=_features(model),
         tokenizer_sha256="" if model.tokenizer is None else model.tokenizer.sha256,
+        max_top_logprobs=model.max_logprobs,
     )
+
+
+def _features(model: ServedModel) -> Iterator[model_pb2.Feature]:
+    """Those that the checkpoint's files and the settings allow, in ascending order."""
+    yield model_pb2.FEATURE_TYPICAL_P
+    yield model_pb2.FEATURE_LOGIT_BIAS
+    if model.max_sequences > 1:
+        yield model_pb2.FEATURE_MULTIPLE_SEQUENCES
+    yield model_pb2.FEATURE_OUTPUT_LOGPROBS
+    yield model_pb2.FEATURE_PROMPT_LOGPROBS
+    if model.tokenizer is not None:
+        yield model_pb2.FEATURE_JSON_SCHEMA
+        yield model_pb2.FEATURE_REGEX
+        yield model_pb2.FEATURE_EBNF_GRAMMAR
+        yield model_pb2.FEATURE_CHOICES
+    yield model_pb2.FEATURE_PRIORITY
+    if model.prefix_cache:
+        yield model_pb2.FEATURE_PREFIX_CACHE
+    if model.chat is not None:
+        yield model_pb2.FEATURE_CHAT
+    yield model_pb2.FEATURE_PENALTIES

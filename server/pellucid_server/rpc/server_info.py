@@ -18,7 +18,7 @@ from pellucid_server.rpc.messages import duration
 from pellucid_server.settings import Settings
 
 SERVICE = server_pb2.DESCRIPTOR.services_by_name["ServerService"].full_name
-SCHEMA_REVISION = 1
+SCHEMA_REVISION = 2
 
 
 @dataclass(frozen=True)

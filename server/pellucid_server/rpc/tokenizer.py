@@ -12,7 +12,8 @@ from pellucid_model.tokenizers import InvalidTextError, Tokenizer, UnknownCharac
 from pellucid_server.errors import InvalidRequest, UnsupportedField, Violation
 from pellucid_server.rpc.calls import Call, Calls
 from pellucid_server.rpc.directory import Directory
-from pellucid_server.rpc.validation import Violations, check_model_name
+from pellucid_server.rpc.validation import check_model_name
+from pellucid_server.rpc.violations import Violations
 from pellucid_server.served import ServedModel
 from pellucid_server.text_pool import TextPool
 

@@ -6,22 +6,21 @@ Everything that needs no tokens is checked here; `planning` checks the prompt's 
 
 from __future__ import annotations
 
-import secrets
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from struct import pack, unpack
+import re
+from dataclasses import dataclass
 
 from google.protobuf.duration_pb2 import Duration
 
-from pellucid.v1 import inference_pb2, types_pb2
+from pellucid.v1 import inference_pb2
+from pellucid_server.chat import Message
 from pellucid_server.delivery import DeliveryRules
-from pellucid_server.engine.messages import Sampling
-from pellucid_server.errors import InvalidRequest, ModelNotFound, UnsupportedField, Violation
-from pellucid_server.options import Integer, Number
+from pellucid_server.errors import ModelNotFound
+from pellucid_server.options import Integer
 from pellucid_server.planning import ContextWish, Wishes, check_room
-from pellucid_server.rpc.wire import MAX_LISTED
+from pellucid_server.rpc.validation_options import validated_options
+from pellucid_server.rpc.validation_sampling import validated_sampling, validated_sequence_count
+from pellucid_server.rpc.violations import Violations
 from pellucid_server.served import ServedModel
-from pellucid_server.settings import MIN_P, TEMPERATURE, TOP_K, TOP_P
 
 REQUEST_ID_HEADER = "x-request-id"
 MAX_REQUEST_ID_BYTES = 128
@@ -29,6 +28,11 @@ MAX_STOP_STRINGS = 32
 MAX_STOP_STRING_BYTES = 1024
 MAX_STOP_TOKEN_IDS = 256
 MIN_TOKENS_PER_MESSAGE = Integer(1, 256)
+MAX_CHAT_MESSAGES = 1024
+ROLE = re.compile(r"[A-Za-z0-9_-]{1,64}")
+
+PROMPT_FIELDS = {"text": "text", "token_ids": "token_ids.ids", "chat": "chat.messages"}
+"""What a prompt is called in messages, by its member of the oneof."""
 
 _OVERFLOWS: dict[int, str | None] = {
     inference_pb2.CONTEXT_OVERFLOW_UNSPECIFIED: None,
@@ -47,62 +51,23 @@ _DELIVERY_MODES = (
 
 @dataclass(frozen=True)
 class GenerateSpec:
-    """A valid request with every default filled in. Exactly one of `text` and `token_ids` is set."""
+    """A valid request with every default filled in. Exactly one of `text`, `token_ids` and `chat` is set."""
 
     text: str | None
     token_ids: list[int] | None
+    chat: tuple[Message, ...] | None
+    open_answer: bool
+    """With `chat`: whether the prompt goes on to the beginning of the assistant's turn."""
     add_special_tokens: bool
     parse_special_tokens: bool
     wishes: Wishes
+    sequence_count: int
     stop_strings: tuple[str, ...]
     include_stop_in_text: bool
     time_limit: float | None
     rules: DeliveryRules
     keep_special_tokens: bool
     return_prompt_token_ids: bool
-
-
-class Violations:
-    """Gathers what is wrong; `raise_any` speaks."""
-
-    def __init__(self) -> None:
-        self._found: list[Violation] = []
-        self._unsupported = False
-
-    def add(self, field: str, description: str) -> None:
-        self._found.append(Violation(field, description))
-
-    def unsupported(self, field: str, description: str) -> None:
-        self._unsupported = True
-        self.add(field, description)
-
-    def check(self, field: str, value: float, option: Integer | Number) -> None:
-        try:
-            option.parse(value)
-        except ValueError:
-            shown = _float32_text(value) if isinstance(value, float) else str(value)
-            self.add(field, f"{shown} is not accepted; accepted: {option.accepts}")
-
-    def check_count(self, field: str, count: int, limit: int) -> None:
-        if not count <= limit:
-            self.add(field, f"has {count} entries; accepted: at most {limit}")
-
-    def check_ids(self, field: str, ids: Sequence[int], vocab_size: int) -> None:
-        if ids and not max(ids) < vocab_size:
-            index, token_id = next((i, t) for i, t in enumerate(ids) if not t < vocab_size)
-            self.add(f"{field}[{index}]", f"{token_id} is not accepted; accepted: token ids from 0 to {vocab_size - 1}")
-
-    def raise_any(self) -> None:
-        """Raises UnsupportedField if a field cannot be served at all, else InvalidRequest, else nothing."""
-        if self._found:
-            kind = UnsupportedField if self._unsupported else InvalidRequest
-            raise kind(self._found[:MAX_LISTED])
-
-
-def _float32_text(value: float) -> str:
-    """The fewest digits, from 6 on, that tell a float32 apart from all others: 1.0000001 is not 1."""
-    texts = [f"{value:.{digits}g}" for digits in (6, 7, 8, 9)]
-    return next((text for text in texts if unpack("f", pack("f", float(text)))[0] == value), texts[-1])
 
 
 def check_model_name(name: str, model: ServedModel) -> None:
@@ -121,76 +86,71 @@ def validate_generate(request: inference_pb2.GenerateRequest, model: ServedModel
     violations = Violations()
     _check_request_id(violations, request.request_id, header_id)
     _check_prompt(violations, request, model)
-    sampling = _sampling(violations, request.sampling, model)
+    prompt = request.WhichOneof("prompt") or ""
     wishes = Wishes(
-        prompt_field="text" if request.WhichOneof("prompt") == "text" else "token_ids.ids",
-        sampling=sampling,
+        prompt_field=PROMPT_FIELDS.get(prompt, "prompt"),
+        sampling=validated_sampling(violations, request.sampling, model),
         max_new_tokens=_max_new_tokens(violations, request.stopping, model),
         min_new_tokens=request.stopping.min_new_tokens,
         stop_ids=tuple(request.stopping.stop_token_ids),
         ignore_eos=request.stopping.ignore_eos,
         context=_context(violations, request.context, model),
+        options=validated_options(violations, request, model),
+        end_ids=model.chat.end_ids if prompt == "chat" and model.chat is not None else (),
     )
     _check_stopping(violations, request.stopping, wishes.max_new_tokens, model)
-    time_limit = _time_limit(violations, request.stopping)
-    rules = _delivery_rules(violations, request.output)
-    violations.raise_any()
-    is_text = request.WhichOneof("prompt") == "text"
-    if not is_text and wishes.context.overflow == "reject":
-        check_room(model, wishes, len(request.token_ids.ids))
-    return GenerateSpec(
-        text=request.text if is_text else None,
-        token_ids=None if is_text else list(request.token_ids.ids),
+    spec = GenerateSpec(
+        text=request.text if prompt == "text" else None,
+        token_ids=list(request.token_ids.ids) if prompt == "token_ids" else None,
+        chat=tuple((each.role, each.content) for each in request.chat.messages) if prompt == "chat" else None,
+        open_answer=not request.chat.omit_generation_prompt,
         add_special_tokens=not request.omit_special_tokens,
         parse_special_tokens=request.parse_special_tokens,
-        wishes=replace(wishes, sampling=_with_seed(sampling, request.sampling)),
+        wishes=wishes,
+        sequence_count=validated_sequence_count(violations, request.sampling, model),
         stop_strings=tuple(request.stopping.stop_strings),
         include_stop_in_text=request.stopping.include_stop_in_text,
-        time_limit=time_limit,
-        rules=rules,
+        time_limit=_time_limit(violations, request.stopping),
+        rules=_delivery_rules(violations, request.output),
         keep_special_tokens=request.output.keep_special_tokens,
         return_prompt_token_ids=request.output.return_prompt_token_ids,
     )
+    violations.raise_any()
+    if spec.token_ids is not None and wishes.context.overflow == "reject":
+        check_room(model, wishes, len(spec.token_ids))
+    return spec
 
 
 def _check_request_id(violations: Violations, own: str, header_id: str) -> None:
     field, request_id = ("request_id", own) if own else (REQUEST_ID_HEADER, header_id)
-    size = len(request_id.encode())
-    if not size <= MAX_REQUEST_ID_BYTES:
-        violations.add(field, f"is {size} bytes long; accepted: at most {MAX_REQUEST_ID_BYTES} bytes")
+    violations.check_bytes(field, request_id, 0, MAX_REQUEST_ID_BYTES)
 
 
 def _check_prompt(violations: Violations, request: inference_pb2.GenerateRequest, model: ServedModel) -> None:
     prompt = request.WhichOneof("prompt")
     if prompt is None:
-        violations.add("prompt", "is missing; one of text and token_ids is required")
+        violations.add("prompt", "is missing; one of text, token_ids and chat is required")
     elif prompt == "text" and model.tokenizer is None:
         violations.unsupported("text", f"model {model.name!r} has no tokenizer; send token_ids")
     elif prompt == "token_ids":
-        if request.omit_special_tokens:
-            violations.add("omit_special_tokens", "applies to text prompts only; leave it out with token_ids")
-        if request.parse_special_tokens:
-            violations.add("parse_special_tokens", "applies to text prompts only; leave it out with token_ids")
         violations.check_ids("token_ids.ids", request.token_ids.ids, model.vocab_size)
+    elif prompt == "chat":
+        _check_chat(violations, request.chat, model)
+    if prompt in ("token_ids", "chat"):
+        for option in ("omit_special_tokens", "parse_special_tokens"):
+            if getattr(request, option):
+                violations.add(option, f"applies to text prompts only; leave it out with {prompt}")
 
 
-def _sampling(violations: Violations, given: types_pb2.SamplingParams, model: ServedModel) -> Sampling:
-    defaults = model.sampling
-    temperature = given.temperature if given.HasField("temperature") else defaults.temperature
-    top_k = given.top_k if given.HasField("top_k") else defaults.top_k
-    top_p = given.top_p if given.HasField("top_p") else defaults.top_p
-    min_p = given.min_p if given.HasField("min_p") else defaults.min_p
-    violations.check("sampling.temperature", temperature, TEMPERATURE)
-    violations.check("sampling.top_k", top_k, TOP_K)
-    violations.check("sampling.top_p", top_p, TOP_P)
-    violations.check("sampling.min_p", min_p, MIN_P)
-    return Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=given.seed)
-
-
-def _with_seed(sampling: Sampling, given: types_pb2.SamplingParams) -> Sampling:
-    """The caller's seed, 0 included, or one drawn here."""
-    seed = given.seed if given.HasField("seed") else secrets.randbits(64)
-    return Sampling(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, seed)
+def _check_chat(violations: Violations, chat: inference_pb2.Chat, model: ServedModel) -> None:
+    if model.chat is None:
+        violations.unsupported("chat", f"model {model.name!r} has no chat template; send text or token_ids")
+    violations.check_count("chat.messages", len(chat.messages), MAX_CHAT_MESSAGES, least=1)
+    for index, message in enumerate(chat.messages):
+        if ROLE.fullmatch(message.role) is None:
+            shown = message.role if len(message.role) <= 64 else message.role[:64] + "…"
+            accepts = "such as system, user or assistant: 1 to 64 letters, digits, - and _"
+            violations.add(f"chat.messages[{index}].role", f"{shown!r} is not accepted; accepted: {accepts}")
 
 
 def _max_new_tokens(violations: Violations, given: inference_pb2.StoppingCriteria, model: ServedModel) -> int:
@@ -210,10 +170,7 @@ def _check_stopping(
     if given.stop_strings and model.tokenizer is None:
         violations.unsupported("stopping.stop_strings", f"model {model.name!r} has no tokenizer; use stop_token_ids")
     for index, stop in enumerate(given.stop_strings[:MAX_STOP_STRINGS]):
-        size = len(stop.encode())
-        if not 1 <= size <= MAX_STOP_STRING_BYTES:
-            accepts = f"1 to {MAX_STOP_STRING_BYTES} bytes"
-            violations.add(f"stopping.stop_strings[{index}]", f"is {size} bytes long; accepted: {accepts}")
+        violations.check_bytes(f"stopping.stop_strings[{index}]", stop, 1, MAX_STOP_STRING_BYTES)
     violations.check_count("stopping.stop_token_ids", len(given.stop_token_ids), MAX_STOP_TOKEN_IDS)
     violations.check_ids("stopping.stop_token_ids", given.stop_token_ids, model.vocab_size)
 

@@ -7,7 +7,7 @@ that would go unheard.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TypeVar, cast
 
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
@@ -45,7 +45,7 @@ def _unknown(message: Message, prefix: str) -> Iterator[str]:
     numbers = {fields[index].field_number for index in range(len(fields))}
     yield from (f"{prefix}field {number}" for number in sorted(numbers))
     for descriptor, value in message.ListFields():
-        if descriptor.type != FieldDescriptor.TYPE_MESSAGE:
+        if descriptor.type != FieldDescriptor.TYPE_MESSAGE or isinstance(value, Mapping):
             continue
         if isinstance(value, Message):
             yield from _unknown(value, f"{prefix}{descriptor.name}.")

@@ -8,14 +8,26 @@ U+FFFD, exactly as bytes.decode("utf-8", "replace") writes them, so the pieces j
 from __future__ import annotations
 
 import codecs
+from typing import Protocol
 
-from pellucid_model.tokenizers import Tokenizer
+
+class Vocabulary(Protocol):
+    """What is needed of a tokenizer (pellucid_model.tokenizers.Tokenizer) to make text of its ids."""
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """See Tokenizer.special_ids."""
+        ...
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """See Tokenizer.token_bytes."""
+        ...
 
 
 class IncrementalDetokenizer:
     """The text of one output. Special tokens are left out unless keep_special_tokens asks for their spelling."""
 
-    def __init__(self, tokenizer: Tokenizer, keep_special_tokens: bool = False) -> None:
+    def __init__(self, tokenizer: Vocabulary, keep_special_tokens: bool = False) -> None:
         self._token_bytes = tokenizer.token_bytes
         self._dropped_ids: frozenset[int] = frozenset() if keep_special_tokens else tokenizer.special_ids
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")

@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pellucid_model.tokenizers import Tokenizer
-from pellucid_server.text.detokenizer import IncrementalDetokenizer
+from pellucid_server.text.detokenizer import IncrementalDetokenizer, Vocabulary
 from pellucid_server.text.stop import StopMatcher
 
 
@@ -35,7 +34,7 @@ class TextStream:
 
     def __init__(
         self,
-        tokenizer: Tokenizer,
+        tokenizer: Vocabulary,
         stop_strings: Sequence[str] = (),
         include_stop_in_text: bool = False,
         keep_special_tokens: bool = False,

@@ -41,18 +41,28 @@ class Answer:
     def token_ids(self) -> list[int]:
         return [token for message in self.messages for output in message.outputs for token in output.token_ids]
 
+    def deltas(self, index: int) -> list[inference_pb2.OutputDelta]:
+        """Those of one sequence, in their order."""
+        return [output for message in self.messages for output in message.outputs if output.sequence_index == index]
+
+    def sequence(self, index: int) -> tuple[str, list[int], str]:
+        """Text, token ids and finish reason of one sequence."""
+        deltas = self.deltas(index)
+        ids = [token for delta in deltas for token in delta.token_ids]
+        return "".join(delta.text for delta in deltas), ids, _reason(deltas[-1].finish)
+
     @property
     def prompt(self) -> inference_pb2.PromptInfo:
         return self.messages[0].prompt
 
     @property
     def finish(self) -> inference_pb2.Finish:
-        return self.messages[-1].outputs[0].finish
+        """Of the sequence that ended last."""
+        return self.messages[-1].outputs[-1].finish
 
     @property
     def reason(self) -> str:
-        name = inference_pb2.FinishReason.Name(self.finish.reason)
-        return name.removeprefix("FINISH_REASON_").lower()
+        return _reason(self.finish)
 
     @property
     def usage(self) -> inference_pb2.Usage:
@@ -61,6 +71,10 @@ class Answer:
     @property
     def timings(self) -> inference_pb2.Timings:
         return self.messages[-1].timings
+
+
+def _reason(finish: inference_pb2.Finish) -> str:
+    return inference_pb2.FinishReason.Name(finish.reason).removeprefix("FINISH_REASON_").lower()
 
 
 def request(
@@ -97,8 +111,17 @@ def collect(stream: Iterable[inference_pb2.GenerateResponse]) -> Answer:
     ends = [i == len(answer.messages) - 1 for i in range(len(answer.messages))]
     for present in ("usage", "timings"):
         assert [message.HasField(present) for message in answer.messages] == ends
-    assert [message.outputs[0].HasField("finish") for message in answer.messages] == ends
-    assert answer.usage.output_token_count == answer.finish.output_token_count
+    count = max(output.sequence_index for message in answer.messages for output in message.outputs) + 1
+    finishes = []
+    for index in range(count):
+        deltas = answer.deltas(index)
+        assert [delta.HasField("finish") for delta in deltas] == [i == len(deltas) - 1 for i in range(len(deltas))]
+        finishes.append(deltas[-1].finish)
+    assert count == answer.prompt.effective_sampling.sequence_count
+    assert answer.usage.output_token_count == sum(finish.output_token_count for finish in finishes)
+    for message in answer.messages:
+        indices = [output.sequence_index for output in message.outputs]
+        assert indices == sorted(set(indices)) != []
     return answer
 
 

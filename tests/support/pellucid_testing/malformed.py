@@ -53,6 +53,10 @@ def cases(limits: Limits) -> list[Case]:
     return [
         *_numbers(limits),
         *_stops(limits),
+        *_biases(limits),
+        *_logprobs(limits),
+        *_constraints(),
+        *_chats(),
         *_prompts(limits),
         *_contexts(limits),
         *_options(),
@@ -74,10 +78,17 @@ def _numbers(limits: Limits) -> Iterator[Case]:
         "top_p": (*NEVER, 0.0, -0.0, -0.5, 1.000001, 2.0),
         "min_p": (*NEVER, -0.1, 1.0, 1.5),
         "top_k": (2**31, UINT32),
+        "typical_p": (*NEVER, 0.0, -0.5, 1.000001, 3e38),
+        "repetition_penalty": (*NEVER, 0.0, -1.0, 0.0099, 100.1, 1e30),
+        "presence_penalty": (*NEVER, -2.01, 2.01, 1e30),
+        "frequency_penalty": (*NEVER, -2.01, 2.01, 1e30),
+        "sequence_count": (0, 65, UINT32),
     }
     for name, values in sampling.items():
         for value in values:
             yield _case(request(sampling={name: value}), f"sampling.{name}")
+    for priority in (-101, 101, 2**31 - 1, -(2**31)):
+        yield _case(request(priority=priority), "priority")
     for value in (limits.max_new_tokens + 1, 2**31, UINT32):
         yield _case(request(stopping={"max_new_tokens": value}), "stopping.max_new_tokens")
     for least, most in ((6, 5), (1, 0), (UINT32, 5), (UINT32, limits.max_new_tokens)):
@@ -101,6 +112,58 @@ def _stops(limits: Limits) -> Iterator[Case]:
         yield _case(request(stopping={"stop_token_ids": ids}), f"stopping.stop_token_ids[{index}]")
     for count in (257, 5000):
         yield _case(request(stopping={"stop_token_ids": [1] * count}), "stopping.stop_token_ids")
+
+
+def _biases(limits: Limits) -> Iterator[Case]:
+    size = limits.vocab_size
+    for token_id, bias in ((size, 1.0), (UINT32, 1.0), *((3, value) for value in (*NEVER, 1e38, -100.1, 101.0))):
+        yield _case(request(sampling={"logit_bias": {token_id: bias}}), f"sampling.logit_bias[{token_id}]")
+    many = dict.fromkeys(range(1025), 1.0)
+    yield _case(request(sampling={"logit_bias": many}), "sampling.logit_bias")
+    yield _case(request(sampling={"allowed_token_ids": [1, size]}), "sampling.allowed_token_ids[1]")
+    yield _case(request(sampling={"allowed_token_ids": [1] * 4097}), "sampling.allowed_token_ids")
+
+
+def _logprobs(limits: Limits) -> Iterator[Case]:
+    size = limits.vocab_size
+    for name in ("output_logprobs", "prompt_logprobs"):
+        for count in (21, size + 1, 10**6, UINT32):
+            yield _case(request(output={name: {"top_count": count}}), f"output.{name}.top_count")
+        yield _case(request(output={name: {"token_ids": [size]}}), f"output.{name}.token_ids[0]")
+        yield _case(request(output={name: {"token_ids": [1] * 65}}), f"output.{name}.token_ids")
+    yield _case(request(output={"output_logprobs": {"start_position": 1}}), "output.output_logprobs.start_position")
+    for start in (3, UINT32):
+        wish = {"prompt_logprobs": {"start_position": start}}
+        yield _case(request([1, 2, 3], output=wish), "output.prompt_logprobs.start_position")
+    yield _case(request(cache={"salt": "x" * 257}), "cache.salt")
+
+
+def _constraints() -> Iterator[Case]:
+    yield _case(request(constraint={}), "constraint")
+    for field in ("json_schema", "regex", "ebnf_grammar"):
+        for text in ("", "x" * 65537):
+            yield _case(request(constraint={field: text}), f"constraint.{field}")
+    for values, path in (([], ""), ([""], "[0]"), (["a", "b" * 4097], "[1]"), (["a"] * 1025, "")):
+        yield _case(request(constraint={"choices": {"values": values}}), f"constraint.choices.values{path}")
+
+
+def _chats() -> Iterator[Case]:
+    """Of a model without a chat template: that is told before anything else of them."""
+    message = {"role": "user", "content": "hi"}
+    chat = inference_pb2.Chat(messages=[message])
+    yield _case(inference_pb2.GenerateRequest(chat=chat), "chat", reason="UNSUPPORTED_FIELD")
+    for role in ("", "a b", "<s>", "x" * 65, "天"):
+        wrong = inference_pb2.Chat(messages=[message, {"role": role, "content": ""}])
+        fields = ("chat", "chat.messages[1].role")
+        yield _case(inference_pb2.GenerateRequest(chat=wrong), *fields, reason="UNSUPPORTED_FIELD")
+    for count in (0, 1025):
+        wrong = inference_pb2.Chat(messages=[message] * count)
+        fields = ("chat", "chat.messages")
+        yield _case(inference_pb2.GenerateRequest(chat=wrong), *fields, reason="UNSUPPORTED_FIELD")
+    for option in ("omit_special_tokens", "parse_special_tokens"):
+        wrong_option: Any = {option: True}
+        whole = inference_pb2.GenerateRequest(chat=chat, **wrong_option)
+        yield _case(whole, "chat", option, reason="UNSUPPORTED_FIELD")
 
 
 def _prompts(limits: Limits) -> Iterator[Case]:
@@ -155,11 +218,11 @@ def _options() -> Iterator[Case]:
 
 def _unknown_fields() -> Iterator[Case]:
     whole = request().SerializeToString()
-    for number in (5, 9, 11, 13, 14, 16, 1000, 2**29 - 1):
+    for number in (13, 16, 17, 99, 1000, 2**29 - 1):
         path = frozenset((f"field {number}",))
         for wire_type, content in ((0, b"\x01"), (2, b"\x02hi"), (5, b"1234"), (1, b"12345678")):
             yield Case(whole + _key(number, wire_type) + content, path, reason="UNSUPPORTED_FIELD")
-    nested = {7: "sampling", 8: "stopping", 10: "output", 12: "context"}
+    nested = {7: "sampling", 8: "stopping", 9: "constraint", 10: "output", 11: "cache", 12: "context"}
     for number, name in nested.items():
         for inner in (60, 2**20):
             part = _bytes_field(number, _key(inner, 0) + b"\x01")
@@ -180,6 +243,12 @@ def _texts_that_are_not() -> Iterator[Case]:
         yield Case(_bytes_field(3, bad), frozenset(("text",)))
         yield Case(whole + _bytes_field(1, bad), frozenset(("request_id",)))
         yield Case(whole + _bytes_field(2, bad), frozenset(("model",)))
+        salt = _bytes_field(11, _bytes_field(3, bad))
+        yield Case(whole + salt, frozenset(("cache.salt",)))
+        regex = _bytes_field(9, _bytes_field(3, bad))
+        yield Case(whole + regex, frozenset(("constraint.regex",)))
+        content = _bytes_field(1, _bytes_field(1, b"user") + _bytes_field(2, bad))
+        yield Case(_bytes_field(5, content), frozenset(("chat.messages[0].content",)))
         stops = _bytes_field(8, _bytes_field(3, b"fine") + _bytes_field(3, bad))
         yield Case(whole + stops, frozenset(("stopping.stop_strings[1]",)))
 

@@ -25,6 +25,8 @@ class Setup:
     rotary_dim: int = 0
     interleaved: bool = False
     alibi: bool = False
+    bias_width: int = 0
+    """Columns of a table of biases by distance; 0: none."""
     window: int = 0
     sinks: int = 0
     rolling: bool = False
@@ -54,6 +56,8 @@ class PagedSequences:
         self.scale = setup.dim**-0.5
         slopes = torch.tensor([2.0 ** -(8 * (h + 1) / setup.query_heads) for h in range(setup.query_heads)])
         self.alibi_slopes = slopes if setup.alibi else None
+        table = torch.randn(setup.query_heads, setup.bias_width, generator=random)
+        self.distance_bias = table if setup.bias_width else None
         self.angles: tuple[Tensor, Tensor] | None = None
         if setup.rotary_dim:
             self.angles = RotaryTables(Rotary.from_base(setup.rotary_dim, 10_000.0)).table(max(setup.lengths))
@@ -71,14 +75,14 @@ class PagedSequences:
     def all_rows(self) -> list[tuple[int, int]]:
         return [(s, t) for s, length in enumerate(self.setup.lengths) for t in range(length)]
 
-    def run(self, kernels: Kernels, rows: Sequence[tuple[int, int]]) -> Tensor:
-        """One call for the given (sequence, position) rows -> [len(rows), Hq, D]."""
+    def run(self, kernels: Kernels, rows: Sequence[tuple[int, int]], *, write: bool = True) -> Tensor:
+        """One call for the given (sequence, position) rows -> [len(rows), Hq, D]; write: their keys and values too."""
         setup = self.setup
         count = len(setup.lengths)
         return kernels.paged_attention(
             torch.stack([self.q[s][t] for s, t in rows]),
-            torch.stack([self.k[s][t] for s, t in rows]),
-            torch.stack([self.v[s][t] for s, t in rows]),
+            torch.stack([self.k[s][t] for s, t in rows]) if write else None,
+            torch.stack([self.v[s][t] for s, t in rows]) if write else None,
             self.k_cache,
             self.v_cache,
             row_sequence=torch.tensor([s for s, _ in rows], dtype=torch.int32),
@@ -89,6 +93,7 @@ class PagedSequences:
             sin=None if self.angles is None else self.angles[1],
             interleaved=setup.interleaved,
             alibi_slopes=self.alibi_slopes,
+            distance_bias=self.distance_bias,
             window=torch.full((count,), setup.window, dtype=torch.int32),
             sinks=torch.full((count,), setup.sinks, dtype=torch.int32),
             sink_query_positions=torch.tensor([setup.sink_query_position(t) for _, t in rows], dtype=torch.int32),
@@ -134,8 +139,11 @@ class PagedSequences:
             score = torch.einsum("thd,jhd->htj", query, keys) * self.scale
             if setup.softcap:
                 score = setup.softcap * torch.tanh(score / setup.softcap)
+            distance = stands[:, None] - positions
             if self.alibi_slopes is not None:
-                score = score - self.alibi_slopes.double()[:, None, None] * (stands[:, None] - positions)
+                score = score - self.alibi_slopes.double()[:, None, None] * distance
+            if self.distance_bias is not None:
+                score = score + self.distance_bias.double()[:, distance.clamp(0, setup.bias_width - 1)]
             scores[:, where] = score[:, where]
         weights = torch.softmax(scores.masked_fill(~visible, -torch.inf), dim=-1)
         return torch.einsum("htj,jhd->thd", weights, values)
@@ -164,4 +172,5 @@ class PagedSequences:
         """The same q, k, v under another setup, with an empty cache."""
         other = PagedSequences(replace(self.setup, **changes))  # type: ignore[arg-type]
         other.q, other.k, other.v = self.q, self.k, self.v
+        other.distance_bias = self.distance_bias
         return other

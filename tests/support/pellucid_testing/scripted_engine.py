@@ -23,6 +23,7 @@ from pellucid_server.engine.messages import (
     Abort,
     Configure,
     Finished,
+    LogprobWish,
     Ping,
     Progress,
     Ready,
@@ -30,6 +31,7 @@ from pellucid_server.engine.messages import (
     Stats,
     StepDone,
     Submit,
+    TokenLogprob,
 )
 
 FIRST_TOKEN = 4
@@ -55,6 +57,8 @@ class Script:
     token_pause_after: int = 0
     """Stop making tokens (but not steps) when a request has so many; 0: never."""
     non_finite: bool = False
+    cached_tokens: int = 0
+    """What it says it found in its cache of every prompt."""
     context_length: int = 128
     kv_block_size: int = 4
     kv_block_count: int = 64
@@ -93,7 +97,6 @@ class _Loop:
         self._hang_after = hang_after
         self._live: dict[int, tuple[Submit, int]] = {}
         self._steps = 0
-        self._tokens = 0
 
     def run(self) -> None:
         while True:
@@ -141,8 +144,17 @@ class _Loop:
             del self._live[key]
         else:
             self._live[key] = (submit, count + 1)
-        self._tokens += 1
-        return Progress(key, token, finished, began, 0)
+        first = count == len(submit.generated)
+        return Progress(
+            key,
+            token,
+            finished,
+            began,
+            0,
+            logprob=None if token is None or submit.output_logprobs is None else _scored(token, submit.output_logprobs),
+            prompt_logprobs=_prompt_scored(submit) if first else [],
+            cached_tokens=min(self._script.cached_tokens, len(submit.prompt) - 1),
+        )
 
     def _send(self, progress: list[Progress], seconds: float) -> None:
         self._steps += bool(progress)
@@ -153,9 +165,7 @@ class _Loop:
             waiting_tokens=0,
             free_blocks=self._script.kv_block_count,
             used_blocks=0,
-            steps_total=self._steps,
             prefill_tokens_total=0,
-            generated_tokens_total=self._tokens,
             preemptions_total=0,
             step_sequences=len(progress),
             step_tokens=len(progress),
@@ -163,6 +173,24 @@ class _Loop:
             step_phase="decode" if progress else "idle",
         )
         self._connection.send(StepDone(progress, stats, time.monotonic()))
+
+
+def _scored(token: int, wish: LogprobWish, logprob: float | None = -0.5) -> TokenLogprob:
+    """The likeliest tokens are 0, 1, 2, …; the token itself and those asked for come behind them."""
+    likeliest = [(other, -0.25 * (other + 1), other + 1) for other in range(wish.top_count)]
+    others = [(other, -9.0, 9) for other in wish.token_ids]
+    return TokenLogprob(token, logprob, 0 if logprob is None else 2, tuple(likeliest + others))
+
+
+def _prompt_scored(submit: Submit) -> list[TokenLogprob]:
+    wish = submit.prompt_logprobs
+    if wish is None:
+        return []
+    return [
+        _scored(token, wish, None if place == 0 else -float(place))
+        for place, token in enumerate(submit.prompt)
+        if place >= wish.start
+    ]
 
 
 def ready(script: Script) -> Ready:

@@ -18,7 +18,7 @@ from io import TextIOWrapper
 from pellucid_client.cli import INTERRUPTED
 from pellucid_client.commands.output import CommandError, note, write
 
-OWN = {"generate", "tokenize", "detokenize", "info", "health", "cancel", "version"}
+OWN = {"generate", "chat", "tokenize", "detokenize", "info", "health", "cancel", "version"}
 COMMAND_GROUP = "pellucid.commands"
 BROKEN_PIPE = 141
 
@@ -31,7 +31,14 @@ class Extra:
     summary: str
 
 
-EXTRAS = {"serve": Extra("server", "run a server"), "train": Extra("train", "train a checkpoint")}
+EXTRAS = {
+    "serve": Extra("server", "run a server"),
+    "train": Extra("train", "train a checkpoint"),
+    "doctor": Extra("train", "look a model and its training over for the classic faults"),
+    "inspect": Extra("train", "save what each token of a text looks at and what would come next"),
+    "convert": Extra("server", "make a folder that serves of any checkpoint"),
+    "verify": Extra("server", "prove that what is served equals the model's own forward"),
+}
 _REQUIREMENT = re.compile(r"([\w.-]+).*;.*\bextra == ['\"](.+?)['\"]")
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import NoReturn
 
 from pellucid_client import __version__
-from pellucid_client.commands import generate, server, text
+from pellucid_client.commands import chat, generate, server, text
 from pellucid_client.commands.output import CommandError, printable, write
 from pellucid_client.errors import ConnectionFailed, InvalidRequest, PellucidError, Unauthenticated
 
@@ -54,6 +54,7 @@ def _parser(others: Mapping[str, str]) -> argparse.ArgumentParser:
     for name, summary in others.items():
         commands.add_parser(name, help=summary)
     generate.add_parser(commands)
+    chat.add_parser(commands)
     text.add_parsers(commands)
     server.add_parsers(commands)
     commands.add_parser("version", help="print the version").set_defaults(run=_version)

@@ -11,11 +11,11 @@ import argparse
 import asyncio
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
-from pellucid_client._requests import GenerateOptions
+from pellucid_client._options import GenerateOptions
 from pellucid_client.aio import AsyncClient
-from pellucid_client.commands.answers import CANCELLED, cancelled_note, usage_line
+from pellucid_client.commands.answers import CANCELLED, cancelled_note, record, usage_line
 from pellucid_client.commands.common import connect_async, require_stdin
 from pellucid_client.commands.output import CommandError, note, print_json, write
 from pellucid_client.errors import PellucidError
@@ -96,7 +96,7 @@ def _print_record(line: Line, outcome: Outcome) -> None:
         error = {"code": outcome.code.name, "reason": outcome.reason, "message": outcome.message}
         print_json({"line": line.number, "error": error})
     elif outcome is not None:
-        print_json({"line": line.number, **asdict(outcome)})
+        print_json({"line": line.number, **record(outcome)})
 
 
 def _worse(code: int, outcome: Outcome) -> int:

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 
 from pellucid_client.commands.common import Commands, add_command, connect, positive_seconds
 from pellucid_client.commands.output import print_json, printable, write
-from pellucid_client.results import Load, Model, ServerInfo
+from pellucid_client.results import Sampling
+from pellucid_client.served import Load, Model, ServerInfo
 
 
 def add_parsers(commands: Commands) -> None:
@@ -84,7 +85,6 @@ def _server_rows(address: str, server: ServerInfo) -> Rows:
 
 
 def _model_rows(model: Model) -> Rows:
-    sampling = model.default_sampling
     return [
         ("Model", model.name),
         ("context", f"{model.max_context_tokens} tokens"),
@@ -94,13 +94,17 @@ def _model_rows(model: Model) -> Rows:
         ),
         ("vocabulary", f"{model.vocab_size} tokens"),
         ("end tokens", _listed(model.eos_token_ids)),
-        (
-            "sampling",
-            f"temperature {_number(sampling.temperature)}, top_k {_number(sampling.top_k)}, "
-            f"top_p {_number(sampling.top_p)}, min_p {_number(sampling.min_p)} by default",
-        ),
+        ("sampling", f"{_sampling(model.default_sampling)} by default"),
+        ("features", ", ".join(model.features) or "none"),
+        ("logprobs", f"at most {model.max_top_logprobs} of the likeliest tokens beside each"),
         ("tokenizer", f"sha256 {model.tokenizer_sha256[:16]}…" if model.tokenizer_sha256 else "none: token ids only"),
     ]
+
+
+def _sampling(sampling: Sampling) -> str:
+    names = ["temperature", "top_k", "top_p", "min_p", "typical_p"]
+    names += ["repetition_penalty", "presence_penalty", "frequency_penalty"]
+    return ", ".join(f"{name} {_number(getattr(sampling, name))}" for name in names)
 
 
 def _load_rows(load: Load) -> Rows:
