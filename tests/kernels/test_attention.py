@@ -23,6 +23,10 @@ SETUPS = {
     "head of 33, bfloat16, one kv head for twenty": Setup(dim=33, query_heads=20, kv_heads=1, dtype=BF16),
     "alibi": Setup(alibi=True),
     "softcap": Setup(softcap=0.5),
+    "bias by distance, a few columns": Setup(bias_width=5),
+    "bias by distance, more columns than keys": Setup(bias_width=200, query_heads=3, kv_heads=1, softcap=2.0),
+    "bias by distance, one column": Setup(bias_width=1, dtype=BF16),
+    "rolling, bias by distance": Setup(window=20, sinks=4, rolling=True, bias_width=11),
     "softcap, alibi and window": Setup(softcap=2.0, alibi=True, window=17),
     "window of 1": Setup(window=1),
     "window of 63": Setup(window=63, rotary_dim=16),
@@ -35,7 +39,14 @@ SETUPS = {
     "sinks without rotation": Setup(lengths=(200, 67), window=63, sinks=1),
 }
 
-OPTIONS = ("head of 20, rotary", "rolling, rotary", "rolling, alibi, bfloat16", "window of 63", "head of 1")
+OPTIONS = (
+    "head of 20, rotary",
+    "rolling, bias by distance",
+    "rolling, rotary",
+    "rolling, alibi, bfloat16",
+    "window of 63",
+    "head of 1",
+)
 
 
 @pytest.fixture(params=SETUPS)
@@ -143,6 +154,16 @@ def test_blocks_that_the_window_left_may_be_gone(native: NativeKernels) -> None:
         assert torch.equal(paged.run(native, [(0, t)])[0], expected[t])
 
 
+def test_without_keys_the_rows_attend_over_what_is_cached(kernels: Kernels) -> None:
+    """As a layer does that reads another one's keys and values."""
+    paged = PagedSequences(Setup(rotary_dim=16, window=30))
+    out = paged.run_all(kernels)
+    before = paged.k_cache.clone(), paged.v_cache.clone()
+    assert torch.equal(paged.run(kernels, paged.all_rows(), write=False), out)
+    assert torch.equal(paged.k_cache.nan_to_num(), before[0].nan_to_num())
+    assert torch.equal(paged.v_cache.nan_to_num(), before[1].nan_to_num())
+
+
 def test_no_rows(kernels: Kernels) -> None:
     paged = PagedSequences(Setup())
     none = torch.empty(0, dtype=torch.int32)
@@ -188,6 +209,10 @@ def _break_type(paged: PagedSequences, arguments: dict[str, Any]) -> None:
     arguments["positions"] = arguments["positions"].long()
 
 
+def _break_bias(paged: PagedSequences, arguments: dict[str, Any]) -> None:
+    arguments["distance_bias"] = torch.zeros(4, 0)
+
+
 def _break_window(paged: PagedSequences, arguments: dict[str, Any]) -> None:
     arguments["window"] = torch.zeros(4, dtype=torch.int32)
 
@@ -200,6 +225,7 @@ def _break_window(paged: PagedSequences, arguments: dict[str, Any]) -> None:
         (_break_table, "block_tables"),
         (_break_type, "positions"),
         (_break_window, "window"),
+        (_break_bias, "distance_bias"),
     ],
 )
 def test_names_the_argument_that_does_not_fit(

@@ -6,9 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from pellucid_model.kernels import Kernels, NativeKernels, library
+from pellucid_model.kernels import Kernels, NativeKernels, WeightFormat, library
+from pellucid_model.kernels.quantization import IntegerFormat, round_activations, round_weight
 
-DTYPES = (torch.float32, torch.bfloat16)
+FLOATS = (torch.float32, torch.bfloat16)
+NAMES: dict[torch.dtype, WeightFormat] = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+FORMATS: tuple[WeightFormat, ...] = ("float32", "bfloat16", "int8", "int4")
 EDGES = (1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65)
 ROWS = (*range(1, 41), 127, 128, 129)
 
@@ -20,7 +23,7 @@ def random(*shape: int) -> Tensor:
 def check(kernels: Kernels, rows: int, outputs: int, inputs: int, dtype: torch.dtype, with_bias: bool) -> None:
     x, weight = random(rows, inputs), random(outputs, inputs)
     bias = random(outputs) if with_bias else None
-    out = kernels.linear(x, kernels.pack_linear(weight, bias, dtype))
+    out = kernels.linear(x, kernels.pack_linear(weight, bias, NAMES[dtype]))
     left, right = x.to(dtype).double(), weight.to(dtype).double()
     expected = left @ right.T + (0 if bias is None else bias.double())
     assert out.dtype == torch.float32
@@ -30,36 +33,36 @@ def check(kernels: Kernels, rows: int, outputs: int, inputs: int, dtype: torch.d
     assert ((out.double() - expected).abs() <= relative * size).all()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", FLOATS)
 def test_agrees_with_float64_at_every_edge(kernels: Kernels, dtype: torch.dtype) -> None:
     for outputs in EDGES:
         for inputs in EDGES:
             check(kernels, 5, outputs, inputs, dtype, with_bias=(outputs + inputs) % 2 == 0)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", FLOATS)
 def test_agrees_with_float64_at_any_number_of_rows(kernels: Kernels, dtype: torch.dtype) -> None:
     for rows in ROWS:
         check(kernels, rows, 100, 70, dtype, with_bias=True)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", FLOATS)
 def test_large_layers(kernels: Kernels, dtype: torch.dtype) -> None:
     check(kernels, 300, 1000, 257, dtype, with_bias=True)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_number_of_rows_changes_no_bit(native: NativeKernels, threads: int, dtype: torch.dtype) -> None:
-    packed = native.pack_linear(random(200, 333), random(200), dtype)
+@pytest.mark.parametrize("format", FORMATS)
+def test_number_of_rows_changes_no_bit(native: NativeKernels, threads: int, format: WeightFormat) -> None:
+    packed = native.pack_linear(random(200, 333), random(200), format)
     x = random(129, 333)
     alone = torch.cat([native.linear(x[i : i + 1], packed) for i in range(129)])
     for rows in ROWS:
         assert torch.equal(native.linear(x[:rows], packed), alone[:rows])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_threads_change_no_bit(native: NativeKernels, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    packed = native.pack_linear(random(900, 200), None, dtype)
+@pytest.mark.parametrize("format", FORMATS)
+def test_threads_change_no_bit(native: NativeKernels, format: WeightFormat, monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = native.pack_linear(random(900, 200), None, format)
     for rows in (1, 3, 20, 400):
         results = []
         for count in (1, 2, 3):
@@ -69,20 +72,43 @@ def test_threads_change_no_bit(native: NativeKernels, dtype: torch.dtype, monkey
         assert torch.equal(results[0], results[2])
 
 
-def test_avx512_and_avx2_give_the_same_bits() -> None:
-    if not {"avx512", "avx2"} <= set(library.supported_variants()):
-        pytest.skip("this CPU has no AVX-512")
-    for dtype in DTYPES:
-        results = []
-        for name in ("avx512", "avx2"):
-            kernels = NativeKernels(name)
-            results.append(kernels.linear(random(50, 333), kernels.pack_linear(random(75, 333), random(75), dtype)))
-        assert torch.equal(*results)
+@pytest.mark.parametrize("format", FORMATS)
+def test_variants_give_the_same_bits(format: WeightFormat) -> None:
+    """But for the float formats of the portable variant, which has no fused multiply-add, and bfloat16 instructions."""
+    exact = format in ("int8", "int4")
+    names = [name for name in library.supported_variants() if exact or name in ("avx512", "avx2")]
+    if len(names) < 2:
+        pytest.skip("this CPU runs only one of the variants")
+    results = []
+    for name in names:
+        kernels = NativeKernels(name)
+        results.append(kernels.linear(random(50, 333), kernels.pack_linear(random(75, 333), random(75), format)))
+    for other in results[1:]:
+        assert torch.equal(results[0], other)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_nan_stays_in_its_row(native: NativeKernels, dtype: torch.dtype) -> None:
-    packed = native.pack_linear(random(40, 33), None, dtype)
+@pytest.mark.parametrize("format", ["int8", "int4"])
+def test_integers_agree_with_what_they_stand_for(kernels: Kernels, format: IntegerFormat) -> None:
+    for rows, outputs, inputs in ((1, 1, 1), (5, 33, 63), (7, 64, 64), (8, 31, 65), (40, 100, 200), (300, 96, 257)):
+        x, weight, bias = random(rows, inputs), random(outputs, inputs), random(outputs)
+        x[0] *= 1e-6
+        out = kernels.linear(x, kernels.pack_linear(weight, bias, format))
+        left, right = round_activations(x, format).double(), round_weight(weight, format).double()
+        size = left.abs() @ right.abs().T + bias.abs()
+        assert ((out - (left @ right.T + bias)).abs() <= 2**-20 * size).all()
+
+
+@pytest.mark.parametrize("format", ["int8", "int4"])
+def test_integers_come_close_to_the_weights(native: NativeKernels, format: WeightFormat) -> None:
+    x, weight = random(20, 640), random(50, 640)
+    exact = x.double() @ weight.double().T
+    error = native.linear(x, native.pack_linear(weight, None, format)) - exact
+    assert error.norm() / exact.norm() < (0.015 if format == "int8" else 0.12)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_nan_stays_in_its_row(native: NativeKernels, format: WeightFormat) -> None:
+    packed = native.pack_linear(random(40, 33), None, format)
     x = random(20, 33)
     clean = native.linear(x, packed)
     x[7, 32] = torch.nan
@@ -97,7 +123,7 @@ def test_nan_stays_in_its_row(native: NativeKernels, dtype: torch.dtype) -> None
 def test_bfloat16_rounding_of_activations(native: NativeKernels) -> None:
     """Ties go to even, subnormals survive, NaN stays NaN: what torch does."""
     values = torch.tensor([1.00390625, 1.01171875, -1.00390625, 3.3895314e38, 3.4e38, torch.inf, 2.0**-130, 0.1])
-    identity = native.pack_linear(torch.eye(8), None, torch.bfloat16)
+    identity = native.pack_linear(torch.eye(8), None, "bfloat16")
     out = torch.stack([native.linear(torch.diag(values)[i], identity)[i] for i in range(8)])
     expected = values.bfloat16().float()
     if native.name == "avx512-bf16":  # the instruction takes subnormals for 0
@@ -106,7 +132,7 @@ def test_bfloat16_rounding_of_activations(native: NativeKernels) -> None:
 
 
 def test_shapes(kernels: Kernels) -> None:
-    packed = kernels.pack_linear(random(3, 5), random(3), torch.float32)
+    packed = kernels.pack_linear(random(3, 5), random(3), "float32")
     assert kernels.linear(random(2, 4, 5), packed).shape == (2, 4, 3)
     assert kernels.linear(random(5), packed).shape == (3,)
     assert kernels.linear(torch.empty(0, 5), packed).shape == (0, 3)
@@ -115,6 +141,6 @@ def test_shapes(kernels: Kernels) -> None:
     with pytest.raises(ValueError, match="x must be"):
         kernels.linear(random(2, 6), packed)
     with pytest.raises(ValueError, match="bias must be"):
-        kernels.pack_linear(random(3, 5), random(5), torch.float32)
+        kernels.pack_linear(random(3, 5), random(5), "float32")
     with pytest.raises(ValueError, match="weight must be"):
-        kernels.pack_linear(random(3), None, torch.float32)
+        kernels.pack_linear(random(3), None, "float32")

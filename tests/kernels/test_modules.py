@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pellucid_model.kernels import Kernels, NativeKernels, TorchKernels, accelerate, modules
+from pellucid_model.kernels import Kernels, NativeKernels, TorchKernels, accelerate, modules, weight_bytes
 
 
 class Tied(nn.Module):
@@ -52,7 +52,7 @@ def test_same_function_in_float32(kernels: Kernels) -> None:
     model = layers()
     x = torch.randn(3, 4, 12)
     expected = copy.deepcopy(model).double()(x.double())
-    accelerate(model, kernels, torch.float32)
+    accelerate(model, kernels, "float32")
     assert {type(module).__module__ for module in model} == {modules.__name__}
     torch.testing.assert_close(model(x).double(), expected, rtol=1e-5, atol=1e-5)
 
@@ -62,23 +62,23 @@ def test_bfloat16_weights(kernels: Kernels) -> None:
     model = nn.Sequential(linear)
     x = torch.randn(5, 33)
     weight, bias = linear.weight.bfloat16().double(), linear.bias.double()
-    accelerate(model, kernels, torch.bfloat16)
+    accelerate(model, kernels, "bfloat16")
     expected = x.bfloat16().double() @ weight.T + bias
     torch.testing.assert_close(model(x).double(), expected, rtol=0, atol=1e-2 if kernels.name == "torch" else 1e-5)
 
 
 def test_shared_modules_and_tied_weights_are_packed_once(kernels: Kernels) -> None:
     model = layers()
-    accelerate(model, kernels, torch.float32)
+    accelerate(model, kernels, "float32")
     assert model[3] is model[6]
 
     tied = Tied()
     tokens = torch.arange(20)
     expected = tied(tokens)
-    accelerate(tied, kernels, torch.float32)
+    accelerate(tied, kernels, "float32")
     assert isinstance(tied.head, modules.Linear)
     assert isinstance(tied.other_head, modules.Linear)
-    assert tied.head._packed.weight is tied.other_head._packed.weight
+    assert tied.head.packed.weight is tied.other_head.packed.weight
     torch.testing.assert_close(tied(tokens), expected)
 
 
@@ -87,7 +87,7 @@ def test_weights_are_freed_unless_still_used(kernels: Kernels) -> None:
     model = nn.Sequential(linear, tied)
     free, used = weakref.ref(linear.weight), weakref.ref(tied.embedding.weight)
     del linear
-    accelerate(model, kernels, torch.float32)
+    accelerate(model, kernels, "float32")
     gc.collect()
     assert free() is None
     assert used() is tied.embedding.weight
@@ -98,17 +98,42 @@ def test_packing_copies(kernels: Kernels) -> None:
     model = nn.Sequential(linear)
     x = torch.randn(2, 32)
     expected = linear(x)
-    accelerate(model, kernels, torch.float32)
+    accelerate(model, kernels, "float32")
     with torch.no_grad():
         linear.weight.zero_()
         linear.bias.zero_()
     torch.testing.assert_close(model(x), expected)
 
 
+def test_integer_weights(kernels: Kernels) -> None:
+    """Heads keep eight bits where the other layers have four."""
+    model = nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 800, bias=False))
+    x = torch.randn(5, 64)
+    expected = model(x)
+    accelerate(model, kernels, "int4")
+    assert [layer.packed.format for layer in model if isinstance(layer, modules.Linear)] == ["int4", "int8"]
+    assert (model(x) - expected).norm() / expected.norm() < 0.15
+
+
+def test_weights_that_do_not_fit_are_named(kernels: Kernels) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4)))
+    nn.init.constant_(model[1][0].weight, torch.inf)  # type: ignore[index]
+    with pytest.raises(ValueError, match=r"^1\.0: weight holds a number that is not finite"):
+        accelerate(model, kernels, "int8")
+
+
+def test_weight_bytes_counts_what_is_shared_once(kernels: Kernels) -> None:
+    tied = Tied()
+    accelerate(tied, kernels, "float32")
+    assert isinstance(tied.head, modules.Linear)
+    embedding, packed = tied.embedding.weight.nbytes, tied.head.packed.weight.nbytes
+    assert weight_bytes(tied) == embedding + packed
+
+
 def test_what_is_not_exactly_a_known_layer_is_left_alone(kernels: Kernels) -> None:
     model = nn.Sequential(Doubled(4, 4), nn.LayerNorm((2, 4)), nn.Tanh(), nn.Dropout())
     before = list(model)
-    accelerate(model, kernels, torch.float32)
+    accelerate(model, kernels, "float32")
     assert list(model) == before
 
 

@@ -7,7 +7,7 @@
               the chunk it is prefilled in, nor on the cache's block size, nor on the number of threads.
     fallback  plain torch, for any device; slower, and not batch-invariant.
 
-`accelerate(model, kernels, dtype)` puts them under a model's standard layers, and `RotaryTables` makes the angles.
+`accelerate(model, kernels, format)` puts them under a model's standard layers, and `RotaryTables` makes the angles.
 PELLUCID_KERNELS=torch|portable|avx2|avx512|avx512-bf16 forces what runs on the CPU.
 """
 
@@ -17,8 +17,8 @@ import torch
 
 from pellucid_model.kernels import library
 from pellucid_model.kernels.fallback import TorchKernels
-from pellucid_model.kernels.interface import Activation, Kernels, PackedLinear
-from pellucid_model.kernels.modules import accelerate
+from pellucid_model.kernels.interface import Activation, Kernels, PackedLinear, WeightFormat
+from pellucid_model.kernels.modules import accelerate, weight_bytes
 from pellucid_model.kernels.native import NativeKernels
 from pellucid_model.kernels.rotary_tables import RotaryTables
 
@@ -29,8 +29,10 @@ __all__ = [
     "PackedLinear",
     "RotaryTables",
     "TorchKernels",
+    "WeightFormat",
     "accelerate",
     "select_kernels",
+    "weight_bytes",
 ]
 
 

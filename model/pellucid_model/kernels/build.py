@@ -46,8 +46,8 @@ class Variant:
 
 
 VARIANTS = (
-    Variant("avx512-bf16", ("-march=x86-64-v4", "-mavx512bf16"), "x86_64"),
-    Variant("avx512", ("-march=x86-64-v4",), "x86_64"),
+    Variant("avx512-bf16", ("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16"), "x86_64"),
+    Variant("avx512", ("-march=x86-64-v4", "-mavx512vnni"), "x86_64"),
     Variant("avx2", ("-march=x86-64-v3",), "x86_64"),
     Variant("portable"),
 )

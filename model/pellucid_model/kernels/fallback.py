@@ -9,8 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pellucid_model.kernels.interface import Activation, PackedLinear
+from pellucid_model.kernels.interface import Activation, PackedLinear, WeightFormat
 from pellucid_model.kernels.native import ACTIVATIONS, check_attention_shapes
+from pellucid_model.kernels.packing import check_linear_shapes
+from pellucid_model.kernels.quantization import round_activations, round_weight
 
 
 class TorchKernels:
@@ -19,19 +21,18 @@ class TorchKernels:
     name = "torch"
     batch_invariant = False
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> PackedLinear:
-        if weight.dim() != 2 or 0 in weight.shape:
-            raise ValueError(f"weight must be [N, K], not {list(weight.shape)}")
-        outputs, inputs = weight.shape
-        if bias is not None and bias.shape != (outputs,):
-            raise ValueError(f"bias must be [{outputs}], not {list(bias.shape)}")
+    def pack_linear(self, weight: Tensor, bias: Tensor | None, format: WeightFormat) -> PackedLinear:
+        check_linear_shapes(weight, bias)
         own_bias = None if bias is None else bias.detach().clone()
-        return PackedLinear(weight.detach().to(dtype, copy=True), own_bias, inputs, outputs, dtype)
+        return PackedLinear(
+            _rounded_weight(weight.detach(), format), own_bias, weight.shape[1], weight.shape[0], format
+        )
 
     def linear(self, x: Tensor, packed: PackedLinear) -> Tensor:
         if x.shape[-1] != packed.in_features:
             raise ValueError(f"x must be [..., {packed.in_features}], not {list(x.shape)}")
-        out = F.linear(x.to(packed.dtype), packed.weight).to(x.dtype)
+        rounded = round_activations(x, packed.format) if packed.format in ("int8", "int4") else x
+        out = F.linear(rounded.to(packed.weight.dtype), packed.weight).to(x.dtype)
         return out if packed.bias is None else out + packed.bias.to(x.dtype)
 
     def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
@@ -55,8 +56,8 @@ class TorchKernels:
     def paged_attention(
         self,
         q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
         k_cache: Tensor,
         v_cache: Tensor,
         *,
@@ -68,17 +69,19 @@ class TorchKernels:
         sin: Tensor | None = None,
         interleaved: bool = False,
         alibi_slopes: Tensor | None = None,
+        distance_bias: Tensor | None = None,
         window: Tensor | None = None,
         sinks: Tensor | None = None,
         sink_query_positions: Tensor | None = None,
         softcap: float | None = None,
     ) -> Tensor:
-        check_attention_shapes(q, k_cache, block_tables, cos, sin)
+        check_attention_shapes(q, k, v, k_cache, block_tables, cos, sin, distance_bias)
         angles = None if cos is None or sin is None else (cos, sin)
         positions = positions.long()
         sink_positions = positions if sink_query_positions is None else sink_query_positions.long()
-        _write_cache(k_cache, rotate(k, positions, angles, interleaved), row_sequence, positions, block_tables)
-        _write_cache(v_cache, v, row_sequence, positions, block_tables)
+        if k is not None and v is not None:
+            _write_cache(k_cache, rotate(k, positions, angles, interleaved), row_sequence, positions, block_tables)
+            _write_cache(v_cache, v, row_sequence, positions, block_tables)
 
         group = q.shape[1] // k_cache.shape[1]
         out = torch.empty_like(q)
@@ -93,9 +96,11 @@ class TorchKernels:
                 scores = torch.einsum("thd,hjd->htj", query, keys) * scale
                 if softcap:
                     scores = softcap * torch.tanh(scores / softcap)
+                distance = query_positions[:, None] - torch.arange(keys.shape[1], device=q.device)
                 if alibi_slopes is not None:
-                    distance = query_positions[:, None] - torch.arange(keys.shape[1], device=q.device)
                     scores = scores - alibi_slopes[:, None, None].to(q.dtype) * distance
+                if distance_bias is not None:
+                    scores = scores + distance_bias[:, distance.clamp(0, distance_bias.shape[1] - 1)].to(q.dtype)
                 return scores
 
             key = torch.arange(length, device=q.device)
@@ -105,6 +110,13 @@ class TorchKernels:
             scores = torch.where(is_sink, score(sink_positions[rows]), score(at))
             out[rows] = _weighted_values(scores, in_window | is_sink, values)
         return out
+
+
+def _rounded_weight(weight: Tensor, format: WeightFormat) -> Tensor:
+    """A copy in the float format, or in float32 the numbers that the integers stand for."""
+    if format in ("int8", "int4"):
+        return round_weight(weight, format)
+    return weight.to(torch.float32 if format == "float32" else torch.bfloat16, copy=True)
 
 
 def rotate(x: Tensor, positions: Tensor, angles: tuple[Tensor, Tensor] | None, interleaved: bool) -> Tensor:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-import torch
 from torch import Tensor
 
+WeightFormat = Literal["float32", "bfloat16", "int8", "int4"]
+"""How weights of linear layers are stored; quantization.py says what the integers stand for."""
 Activation = Literal["relu", "gelu", "gelu_tanh", "silu"]
 """gelu is the exact one (erf); gelu_tanh its tanh approximation."""
 
@@ -18,18 +19,17 @@ class PackedLinear:
 
     weight  packed; only the kernels that made it know its layout
     bias    [out_features], float32 for the native kernels, or None
-    dtype   what the weights were rounded to
     """
 
     weight: Tensor
     bias: Tensor | None
     in_features: int
     out_features: int
-    dtype: torch.dtype
+    format: WeightFormat
 
 
 class Kernels(Protocol):
-    """Activations are float32 between operators; `dtype` concerns stored weights and the KV cache."""
+    """Activations are float32 between operators; formats and dtypes concern stored weights and the KV cache."""
 
     @property
     def name(self) -> str:
@@ -41,12 +41,12 @@ class Kernels(Protocol):
         """Whether a row's result is the same to the last bit whatever else is in the batch."""
         ...
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> PackedLinear:
-        """Prepare weight [N, K] and bias [N] once, with the weight rounded to `dtype`."""
+    def pack_linear(self, weight: Tensor, bias: Tensor | None, format: WeightFormat) -> PackedLinear:
+        """Prepare weight [N, K] and bias [N] once. ValueError where the format cannot hold the weight."""
         ...
 
     def linear(self, x: Tensor, packed: PackedLinear) -> Tensor:
-        """x [..., K] -> [..., N]. With bfloat16 weights x is rounded to bfloat16 once; sums are float32."""
+        """x [..., K] -> [..., N]. x is rounded to bfloat16 or whole numbers where the weights are; sums are float32."""
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
@@ -64,8 +64,8 @@ class Kernels(Protocol):
     def paged_attention(
         self,
         q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
         k_cache: Tensor,
         v_cache: Tensor,
         *,
@@ -77,6 +77,7 @@ class Kernels(Protocol):
         sin: Tensor | None = None,
         interleaved: bool = False,
         alibi_slopes: Tensor | None = None,
+        distance_bias: Tensor | None = None,
         window: Tensor | None = None,
         sinks: Tensor | None = None,
         sink_query_positions: Tensor | None = None,
@@ -85,7 +86,8 @@ class Kernels(Protocol):
         """Write the new keys and values of T rows into the cache, then attend from each row. One layer.
 
         q                     [T, Hq, D], not rotated
-        k, v                  [T, Hkv, D], k not rotated; query head h reads kv head h // (Hq / Hkv)
+        k, v                  [T, Hkv, D], k not rotated; query head h reads kv head h // (Hq / Hkv); both None where
+                              another layer has written the rows' keys and values into this cache already
         k_cache, v_cache      [blocks, Hkv, block_size, D], float32 or bfloat16, changed in place; keys are kept rotated
         row_sequence          int32 [T]: which of the S sequences a row belongs to
         positions             int32 [T]: index in the sequence, hence its slot: block table[position // block_size]
@@ -95,11 +97,12 @@ class Kernels(Protocol):
         cos, sin              float32 [P, dim / 2] by position: rotates the first `dim` dimensions; None: no rotation
         interleaved           pairs are (0, 1), (2, 3), … instead of (0, dim/2), (1, dim/2 + 1), …
         alibi_slopes          float32 [Hq]: adds -slope * (query position - key position)
+        distance_bias         float32 [Hq, B]: adds column min(query position - key position, B - 1)
         window                int32 [S]: a row at t sees positions t - window + 1 to t; 0 or None: everything up to t
         sinks                 int32 [S]: the first `sinks` positions stay visible when the window has moved past them
-        sink_query_positions  int32 [T]: where the query stands (rotation, ALiBi distance) when it looks at sinks that
+        sink_query_positions  int32 [T]: where the query stands (rotation, distance) when it looks at sinks that
                               its window has left behind; None: at its own position
-        softcap               score = softcap * tanh(score / softcap), before ALiBi
+        softcap               score = softcap * tanh(score / softcap), before what depends on distance
         returns               [T, Hq, D]
 
         ValueError names an argument whose type, shape or values do not fit. Two rows never share a slot.

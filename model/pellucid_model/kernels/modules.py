@@ -11,14 +11,20 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from pellucid_model.kernels.interface import Activation, Kernels, PackedLinear
+from pellucid_model.kernels.interface import Activation, Kernels, PackedLinear, WeightFormat
+
+HEAD_RATIO = 8
+"""A linear layer with more than so many outputs for each input is taken for a head that makes logits."""
 
 
-def accelerate(model: nn.Module, kernels: Kernels, dtype: torch.dtype) -> None:
+def accelerate(model: nn.Module, kernels: Kernels, format: WeightFormat) -> None:
     """Replace, in place, every Linear, LayerNorm, RMSNorm, ReLU, GELU and SiLU inside `model`.
 
-    The twins take float32 tensors; Linear weights are stored in `dtype`. Linears that are tied to one Parameter share
-    one packed weight. An original weight is freed unless somebody else, such as a tied embedding, still holds it.
+    The twins take float32 tensors; Linear weights are stored in `format`, but those of heads in int8 where it is int4:
+    errors of logits are not mended by any layer behind them. Linears that are tied to one Parameter share one packed
+    weight. An original weight is freed unless somebody else, such as a tied embedding, still holds it.
+
+    ValueError names the layer whose weight the format cannot hold.
     """
     named = dict(model.named_modules(remove_duplicate=False))
     weights = Counter(id(module.weight) for module in set(named.values()) if type(module) is nn.Linear)
@@ -32,7 +38,11 @@ def accelerate(model: nn.Module, kernels: Kernels, dtype: torch.dtype) -> None:
         twin = twins.get(id(original))
         if twin is None:
             if type(original) is nn.Linear:
-                twin = _linear(original, kernels, dtype, packed, tied=weights[id(original.weight)] > 1)
+                tied = weights[id(original.weight)] > 1
+                try:
+                    twin = _linear(original, kernels, _fitting(format, original), packed, tied)
+                except ValueError as error:
+                    raise ValueError(f"{name}: {error}") from None
             else:
                 twin = _norm_or_activation(original, kernels)
             if twin is None:
@@ -42,13 +52,25 @@ def accelerate(model: nn.Module, kernels: Kernels, dtype: torch.dtype) -> None:
         setattr(model.get_submodule(parent), attribute, twin)
 
 
+def weight_bytes(model: nn.Module) -> int:
+    """Memory of an accelerated model's weights, each counted once however often it is used."""
+    tensors = [*model.parameters(), *model.buffers()]
+    tensors += [module.packed.weight for module in model.modules() if isinstance(module, Linear)]
+    return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
+
+
+def _fitting(format: WeightFormat, layer: nn.Linear) -> WeightFormat:
+    is_head = layer.out_features > HEAD_RATIO * layer.in_features
+    return "int8" if format == "int4" and is_head else format
+
+
 def _linear(
-    original: nn.Linear, kernels: Kernels, dtype: torch.dtype, packed: dict[int, PackedLinear], tied: bool
+    original: nn.Linear, kernels: Kernels, format: WeightFormat, packed: dict[int, PackedLinear], tied: bool
 ) -> nn.Module:
     key = id(original.weight)
     if key in packed:
         return Linear(kernels, replace(packed[key], bias=_float32(original.bias)))
-    layer = kernels.pack_linear(original.weight, original.bias, dtype)
+    layer = kernels.pack_linear(original.weight, original.bias, format)
     if tied:
         packed[key] = layer
     return Linear(kernels, layer)
@@ -73,10 +95,10 @@ class Linear(nn.Module):
 
     def __init__(self, kernels: Kernels, packed: PackedLinear) -> None:
         super().__init__()
-        self._kernels, self._packed = kernels, packed
+        self.kernels, self.packed = kernels, packed
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._kernels.linear(x, self._packed)
+        return self.kernels.linear(x, self.packed)
 
 
 class LayerNorm(nn.Module):
@@ -84,11 +106,11 @@ class LayerNorm(nn.Module):
 
     def __init__(self, kernels: Kernels, original: nn.LayerNorm) -> None:
         super().__init__()
-        self._kernels, self._eps = kernels, original.eps
+        self.kernels, self._eps = kernels, original.eps
         self._weight, self._bias = _float32(original.weight), _float32(original.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._kernels.layer_norm(x, self._weight, self._bias, self._eps)
+        return self.kernels.layer_norm(x, self._weight, self._bias, self._eps)
 
 
 class RMSNorm(nn.Module):
@@ -96,12 +118,12 @@ class RMSNorm(nn.Module):
 
     def __init__(self, kernels: Kernels, original: nn.RMSNorm) -> None:
         super().__init__()
-        self._kernels = kernels
+        self.kernels = kernels
         self._eps = torch.finfo(torch.float32).eps if original.eps is None else original.eps
         self._weight = _float32(original.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._kernels.rms_norm(x, self._weight, self._eps)
+        return self.kernels.rms_norm(x, self._weight, self._eps)
 
 
 class ActivationFunction(nn.Module):
@@ -109,11 +131,15 @@ class ActivationFunction(nn.Module):
 
     def __init__(self, kernels: Kernels, kind: Activation) -> None:
         super().__init__()
-        self._kernels, self._kind = kernels, kind
+        self.kernels, self._kind = kernels, kind
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._kernels.activation(self._kind, x)
+        return self.kernels.activation(self._kind, x)
 
 
 def _float32(parameter: Tensor | None) -> Tensor | None:
     return None if parameter is None else parameter.detach().float().contiguous()
+
+
+TWINS = (Linear, LayerNorm, RMSNorm, ActivationFunction)
+"""What stands in a module for its standard layers; each calls its `kernels`."""

@@ -7,34 +7,37 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import c_float, c_int32, c_int64, c_void_p
+from typing import get_args
 
 import torch
 from torch import Tensor
 
 from pellucid_model.kernels import library
-from pellucid_model.kernels.interface import Activation, PackedLinear
+from pellucid_model.kernels.huge_pages import WeightMemory
+from pellucid_model.kernels.interface import Activation, PackedLinear, WeightFormat
+from pellucid_model.kernels.packing import check_linear_shapes, pack
 
-PANEL = 32  # output columns that lie together in a packed weight; see src/linear.cpp
 ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")
 
 
-class _AttentionArguments(ctypes.Structure):
+class AttentionArguments(ctypes.Structure):
     """Mirrors Arguments in src/attention_arguments.h."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("q", "k", "v", "k_cache", "v_cache", "out")),
         *((name, c_void_p) for name in ("row_sequence", "positions", "block_tables")),
         *((name, c_void_p) for name in ("window", "sinks", "sink_query_positions")),
-        *((name, c_void_p) for name in ("cos", "sin", "alibi_slopes")),
+        *((name, c_void_p) for name in ("cos", "sin", "alibi_slopes", "distance_bias")),
+        *((name, c_int64) for name in ("q_stride", "k_stride", "v_stride")),
         *((name, c_int64) for name in ("rows", "query_heads", "kv_heads", "head_dim")),
         *((name, c_int64) for name in ("blocks", "block_size", "sequences", "table_width")),
-        *((name, c_int64) for name in ("rotary_positions", "rotary_dim")),
+        *((name, c_int64) for name in ("rotary_positions", "rotary_dim", "bias_width")),
         *((name, c_float) for name in ("scale", "softcap")),
         *((name, c_int32) for name in ("interleaved", "cache_is_bfloat16", "threads")),
     )
 
 
-_ATTENTION_ERRORS = (
+ATTENTION_ERRORS = (
     None,
     "row_sequence holds a value outside 0 to {sequences} - 1",
     "positions holds a value below 0, or beyond block_tables ({slots} slots) or the rows of cos and sin",
@@ -50,34 +53,24 @@ class NativeKernels:
 
     def __init__(self, variant: str) -> None:
         self.name = variant
-        self._library = library.load_variant(variant)
-        self._library.pellucid_paged_attention.restype = c_int32
-        for function in ("rms_norm", "layer_norm", *ACTIVATIONS, "linear_float32", "linear_bfloat16"):
-            getattr(self._library, f"pellucid_{function}").restype = None
+        self.library = library.load_variant(variant)
+        self.library.pellucid_paged_attention.restype = c_int32
+        linears = (f"linear_{format}" for format in get_args(WeightFormat))
+        for function in ("rms_norm", "layer_norm", *ACTIVATIONS, *linears):
+            getattr(self.library, f"pellucid_{function}").restype = None
+        self._weights = WeightMemory()
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> PackedLinear:
-        if weight.dim() != 2 or 0 in weight.shape:
-            raise ValueError(f"weight must be [N, K], not {list(weight.shape)}")
-        outputs, inputs = weight.shape
-        if bias is not None and bias.shape != (outputs,):
-            raise ValueError(f"bias must be [{outputs}], not {list(bias.shape)}")
-        if dtype not in (torch.float32, torch.bfloat16):
-            raise ValueError(f"dtype must be torch.float32 or torch.bfloat16, not {dtype}")
-        step = 2 if dtype == torch.bfloat16 else 1
-        panels, steps = -(-outputs // PANEL), -(-inputs // step)
-        padded = torch.zeros(panels * PANEL, steps * step, dtype=dtype)
-        padded[:outputs, :inputs] = weight.detach()
-        packed = padded.view(panels, PANEL, steps, step).transpose(1, 2).contiguous()
+    def pack_linear(self, weight: Tensor, bias: Tensor | None, format: WeightFormat) -> PackedLinear:
+        check_linear_shapes(weight, bias)
         own_bias = None if bias is None else bias.detach().float().clone()
-        return PackedLinear(packed, own_bias, inputs, outputs, dtype)
+        packed = self._weights.copy(pack(weight, format))
+        return PackedLinear(packed, own_bias, weight.shape[1], weight.shape[0], format)
 
     def linear(self, x: Tensor, packed: PackedLinear) -> Tensor:
         _check("x", x, torch.float32, (*x.shape[:-1], packed.in_features))
         x = x.contiguous()
         out = x.new_empty(*x.shape[:-1], packed.out_features)
-        call = self._library.pellucid_linear_bfloat16
-        if packed.dtype == torch.float32:
-            call = self._library.pellucid_linear_float32
+        call = getattr(self.library, f"pellucid_linear_{packed.format}")
         rows = x.numel() // packed.in_features
         sizes = (c_int64(rows), c_int64(packed.in_features), c_int64(packed.out_features))
         call(_address(x), _address(packed.weight), _address(packed.bias), _address(out), *sizes, library.threads())
@@ -87,14 +80,14 @@ class NativeKernels:
         x, size, rows = _rows(x, weight=weight)
         out = torch.empty_like(x)
         sizes = (c_int64(rows), c_int64(size), c_float(eps), library.threads())
-        self._library.pellucid_rms_norm(_address(x), _address(weight), _address(out), *sizes)
+        self.library.pellucid_rms_norm(_address(x), _address(weight), _address(out), *sizes)
         return out
 
     def layer_norm(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
         x, size, rows = _rows(x, weight=weight, bias=bias)
         out = torch.empty_like(x)
         sizes = (c_int64(rows), c_int64(size), c_float(eps), library.threads())
-        self._library.pellucid_layer_norm(_address(x), _address(weight), _address(bias), _address(out), *sizes)
+        self.library.pellucid_layer_norm(_address(x), _address(weight), _address(bias), _address(out), *sizes)
         return out
 
     def activation(self, kind: Activation, x: Tensor) -> Tensor:
@@ -103,15 +96,15 @@ class NativeKernels:
         _check("x", x, torch.float32, x.shape)
         x = x.contiguous()
         out = torch.empty_like(x)
-        call = getattr(self._library, f"pellucid_{kind}")
+        call = getattr(self.library, f"pellucid_{kind}")
         call(_address(x), _address(out), c_int64(x.numel()), library.threads())
         return out
 
     def paged_attention(
         self,
         q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
         k_cache: Tensor,
         v_cache: Tensor,
         *,
@@ -123,27 +116,31 @@ class NativeKernels:
         sin: Tensor | None = None,
         interleaved: bool = False,
         alibi_slopes: Tensor | None = None,
+        distance_bias: Tensor | None = None,
         window: Tensor | None = None,
         sinks: Tensor | None = None,
         sink_query_positions: Tensor | None = None,
         softcap: float | None = None,
     ) -> Tensor:
-        check_attention_shapes(q, k_cache, block_tables, cos, sin)
+        check_attention_shapes(q, k, v, k_cache, block_tables, cos, sin, distance_bias)
         rows, query_heads, dim = q.shape
         blocks, kv_heads, block_size, _ = k_cache.shape
         sequences, table_width = block_tables.shape
         floats, ints = torch.float32, torch.int32
         _check("q", q, floats, (rows, query_heads, dim))
-        _check("k", k, floats, (rows, kv_heads, dim))
-        _check("v", v, floats, (rows, kv_heads, dim))
-        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+        q = q.contiguous()
+        if k is not None and v is not None:
+            _check("k", k, floats, (rows, kv_heads, dim))
+            _check("v", v, floats, (rows, kv_heads, dim))
+            k, v = k.contiguous(), v.contiguous()
         out = torch.empty_like(q)
         held = k_cache.dtype if k_cache.dtype == torch.bfloat16 else floats
         angles = None if cos is None else (cos.shape[0], cos.shape[1])
-        arguments = _AttentionArguments(
+        bias_width = 0 if distance_bias is None else distance_bias.shape[1]
+        arguments = AttentionArguments(
             q=q.data_ptr(),
-            k=k.data_ptr(),
-            v=v.data_ptr(),
+            k=None if k is None else k.data_ptr(),
+            v=None if v is None else v.data_ptr(),
             out=out.data_ptr(),
             k_cache=_in_place("k_cache", k_cache, held, k_cache.shape),
             v_cache=_in_place("v_cache", v_cache, held, k_cache.shape),
@@ -156,6 +153,10 @@ class NativeKernels:
             cos=_in_place("cos", cos, floats, angles),
             sin=_in_place("sin", sin, floats, angles),
             alibi_slopes=_in_place("alibi_slopes", alibi_slopes, floats, (query_heads,)),
+            distance_bias=_in_place("distance_bias", distance_bias, floats, (query_heads, bias_width)),
+            q_stride=query_heads * dim,
+            k_stride=kv_heads * dim,
+            v_stride=kv_heads * dim,
             rows=rows,
             query_heads=query_heads,
             kv_heads=kv_heads,
@@ -166,22 +167,42 @@ class NativeKernels:
             table_width=table_width,
             rotary_positions=angles[0] if angles else 0,
             rotary_dim=2 * angles[1] if angles else 0,
+            bias_width=bias_width,
             scale=scale,
             softcap=softcap or 0.0,
             interleaved=interleaved,
             cache_is_bfloat16=held == torch.bfloat16,
             threads=library.threads(),
         )
-        status: int = self._library.pellucid_paged_attention(ctypes.byref(arguments))
-        if error := _ATTENTION_ERRORS[status]:
-            raise ValueError(error.format(sequences=sequences, slots=table_width * block_size, blocks=blocks))
+        status: int = self.library.pellucid_paged_attention(ctypes.byref(arguments))
+        if status:
+            raise attention_error(status, block_tables, k_cache)
         return out
 
 
+def attention_error(status: int, block_tables: Tensor, k_cache: Tensor) -> ValueError:
+    """What a status other than 0 says."""
+    sequences, table_width = block_tables.shape
+    blocks, _, block_size, _ = k_cache.shape
+    text = ATTENTION_ERRORS[status] or "unknown status"
+    return ValueError(text.format(sequences=sequences, slots=table_width * block_size, blocks=blocks))
+
+
 def check_attention_shapes(
-    q: Tensor, k_cache: Tensor, block_tables: Tensor, cos: Tensor | None, sin: Tensor | None
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    k_cache: Tensor,
+    block_tables: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    distance_bias: Tensor | None,
 ) -> None:
     """What every implementation of paged_attention asks of the tensors that set the sizes."""
+    if (k is None) != (v is None):
+        raise ValueError("k and v must be given together")
+    if distance_bias is not None and (distance_bias.dim() != 2 or distance_bias.shape[1] == 0):
+        raise ValueError(f"distance_bias must be [Hq, B] with B >= 1, not {list(distance_bias.shape)}")
     if q.dim() != 3 or 0 in q.shape[1:]:
         raise ValueError(f"q must be [T, Hq, D], not {list(q.shape)}")
     if k_cache.dim() != 4 or k_cache.shape[3] != q.shape[2] or 0 in k_cache.shape[1:]:

@@ -1,7 +1,7 @@
 // Causal attention of a ragged batch over a paged key-value cache.
 //
-// Side effects, in order: the new keys (rotated) and values of all rows are written into the cache; then every row
-// attends, reading all keys and values, its own included, from the cache. Prefill, chunked prefill and decode are
+// Side effects, in order: the new keys (rotated) and values of all rows, where there are any, are written into the
+// cache; then every row attends, reading all keys and values, its own included, from the cache. Prefill, chunked prefill and decode are
 // therefore one computation; attention_tile.h fixes its order, so that no bit depends on what else is in the batch.
 #include <optional>
 #include <vector>
@@ -54,11 +54,10 @@ void write_cache(const Arguments& a, int64_t row, std::vector<float>& rotated) {
     rotated.resize(a.head_dim);
     const int64_t slot = a.positions[row] % a.block_size;
     for (int64_t head = 0; head < a.kv_heads; ++head) {
-        const int64_t from = (row * a.kv_heads + head) * a.head_dim;
         const int64_t to = ((own_block(a, row) * a.kv_heads + head) * a.block_size + slot) * a.head_dim;
-        rotate(a, a.k + from, a.positions[row], rotated.data());
+        rotate(a, a.k + row * a.k_stride + head * a.head_dim, a.positions[row], rotated.data());
         store_all(static_cast<Element*>(a.k_cache) + to, rotated.data(), a.head_dim);
-        store_all(static_cast<Element*>(a.v_cache) + to, a.v + from, a.head_dim);
+        store_all(static_cast<Element*>(a.v_cache) + to, a.v + row * a.v_stride + head * a.head_dim, a.head_dim);
     }
 }
 
@@ -78,7 +77,8 @@ int32_t paged_attention(const Arguments& a) {
     const int threads = useful_threads(a.threads, work(a));
     std::atomic<int32_t> status{kOk};
     std::vector<std::vector<float>> rotated(threads);
-    for_each_unit(threads, a.rows, [&](int64_t row, int worker) { write_cache<Element>(a, row, rotated[worker]); });
+    if (a.k)
+        for_each_unit(threads, a.rows, [&](int64_t row, int worker) { write_cache<Element>(a, row, rotated[worker]); });
     std::vector<std::optional<TileAttention<Element>>> attention(threads);
     for_each_unit(threads, static_cast<int64_t>(tiles.size()) * a.kv_heads, [&](int64_t unit, int worker) {
         if (!attention[worker]) attention[worker].emplace(a, status);

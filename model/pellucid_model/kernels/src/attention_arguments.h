@@ -10,8 +10,8 @@ namespace {
 // Mirrors native.py. T rows, S sequences, P table positions; null where an option is not used.
 struct Arguments {
     const float* q;        // [T, Hq, D]
-    const float* k;        // [T, Hkv, D]
-    const float* v;        // [T, Hkv, D]
+    const float* k;        // [T, Hkv, D], or null: the cache holds all keys and values already
+    const float* v;        // [T, Hkv, D], or null
     void* k_cache;         // [blocks, Hkv, block_size, D]
     void* v_cache;         // [blocks, Hkv, block_size, D]
     float* out;            // [T, Hq, D]
@@ -24,9 +24,11 @@ struct Arguments {
     const float* cos;                     // [P, rotary_dim / 2] or null
     const float* sin;                     // [P, rotary_dim / 2] or null
     const float* alibi_slopes;            // [Hq] or null
+    const float* distance_bias;           // [Hq, bias_width] or null
+    int64_t q_stride, k_stride, v_stride;  // from one row to the next, in numbers
     int64_t rows, query_heads, kv_heads, head_dim;
     int64_t blocks, block_size, sequences, table_width;
-    int64_t rotary_positions, rotary_dim;
+    int64_t rotary_positions, rotary_dim, bias_width;
     float scale, softcap;  // softcap 0: none
     int32_t interleaved, cache_is_bfloat16, threads;
 };

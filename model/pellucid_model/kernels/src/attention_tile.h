@@ -134,7 +134,7 @@ private:
             const int64_t row = tile_.first + t;
             const int64_t position = to_sinks ? sink_query_position(a_, row) : a_.positions[row];
             for (int64_t g = 0; g < group_; ++g)
-                rotate(a_, a_.q + (row * a_.query_heads + kv_head_ * group_ + g) * a_.head_dim, position,
+                rotate(a_, a_.q + row * a_.q_stride + (kv_head_ * group_ + g) * a_.head_dim, position,
                        &q_[(t * group_ + g) * a_.head_dim]);
         }
     }
@@ -208,6 +208,15 @@ private:
         if (last > first) take.template operator()<kTileRows, 1>();
     }
 
+    // What a head adds for 16 keys that stand `distance`, distance - 1, … behind the query; the table's last column
+    // counts for all that is farther. Keys in front of the query are masked afterwards.
+    F16 bias_by_distance(int64_t head, int64_t distance) const {
+        const float* table = a_.distance_bias + head * a_.bias_width;
+        float bias[16];
+        for (int i = 0; i < 16; ++i) bias[i] = table[std::clamp<int64_t>(distance - i, 0, a_.bias_width - 1)];
+        return load(bias);
+    }
+
     // Turns the scores of a row into exponentials relative to their largest; what it does not see becomes 0.
     void softmax(int64_t r, int32_t start, int first, int last, bool to_sinks) {
         const int64_t row = tile_.first + r / group_, head = kv_head_ * group_ + r % group_;
@@ -223,6 +232,7 @@ private:
                 const F16 distance = broadcast(static_cast<float>(query)) - key;
                 s = fma(broadcast(-a_.alibi_slopes[head]), distance, s);
             }
+            if (a_.distance_bias) s = s + bias_by_distance(head, query - start - 16 * v);
             s = keep_lanes(s, local_[r].begin - 16 * v, local_[r].end - 16 * v, unseen);
             store(scores + 16 * v, s);
             largest = max(largest, s);

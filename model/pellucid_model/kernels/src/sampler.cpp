@@ -4,142 +4,152 @@
 // Why it may be faster and still be equal: weights are integers, so their sums need no order; the noise of a token
 // depends on nothing else, so tokens that cannot win are skipped; double arithmetic, exp and log are the same.
 //
-// In: logits and one Row of settings per row. Out: one id per row, or -1 for a non-finite row.
+// In: logits and one Row of settings per row. Out: one id per row, or -1 where there is no answer.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <cstring>
-#include <functional>
 #include <limits>
 #include <numeric>
+#include <utility>
 #include <vector>
 
+#include "noise.h"
 #include "parallel.h"
+#include "selection.h"
 
 namespace {
 
-// Settings of one row, as packed by pellucid_server/engine/sampler.py.
+// Settings of one row, as packed by pellucid_server/engine/sampler.py. Lists may hold ids beyond the vocabulary.
 struct Row {
     double temperature;
     double top_p;
     double min_p;
+    double typical_p;
+    double repetition_penalty;
+    double presence_penalty;
+    double frequency_penalty;
     uint64_t seed;
-    int64_t banned_begin;  // its banned ids are banned_ids[banned_begin, banned_end)
-    int64_t banned_end;
+    const int32_t* bias_ids;  // [bias_count], each once
+    const double* biases;
+    const int32_t* allowed_ids;    // [allowed_count]; none: all are allowed
+    const int32_t* seen_ids;       // [seen_count], the sequence's distinct ids
+    const int32_t* output_counts;  // [seen_count], how often each is in the output
+    const uint32_t* permitted;     // bit i of the words: id i may follow; null: every id
+    uint32_t bias_count;
+    uint32_t allowed_count;
+    uint32_t seen_count;
+    uint32_t banned_begin;  // its banned ids are banned_ids[banned_begin, banned_end)
+    uint32_t banned_end;
     uint32_t top_k;
     uint32_t sequence_index;
     uint32_t output_index;
-    uint32_t padding;
+
+    bool penalizes() const { return repetition_penalty != 1 || presence_penalty != 0 || frequency_penalty != 0; }
+    bool changes_logits() const {
+        return bias_count || allowed_count || permitted || banned_begin < banned_end || (seen_count && penalizes());
+    }
 };
-static_assert(sizeof(Row) == 64);
+static_assert(sizeof(Row) == 144);
 
 constexpr float kImpossible = -std::numeric_limits<float>::infinity();
 constexpr double kWeightScale = 1099511627776.0;  // 2^40
 constexpr double kWeightless = -27.8;             // up to this z, exp(z) * 2^40 < 1
 
-// ---- Noise ----------------------------------------------------------------------------------------------------------
-
-// First word of Philox4x32-10.
-inline uint32_t philox_word(uint32_t c0, uint32_t c1, uint32_t c2, uint32_t k0, uint32_t k1) {
-    uint32_t c3 = 0;
-    for (int round = 0; round < 10; ++round) {
-        const uint64_t product0 = uint64_t{0xD2511F53} * c0, product1 = uint64_t{0xCD9E8D57} * c2;
-        c0 = static_cast<uint32_t>(product1 >> 32) ^ c1 ^ k0;
-        c1 = static_cast<uint32_t>(product1);
-        c2 = static_cast<uint32_t>(product0 >> 32) ^ c3 ^ k1;
-        c3 = static_cast<uint32_t>(product0);
-        k0 += 0x9E3779B9;
-        k1 += 0xBB67AE85;
-    }
-    return c0;
-}
-
-inline double gumbel(uint32_t word) {
-    const double uniform = (word + 0.5) * 0x1p-32;
-    return -std::log(-std::log(uniform));
-}
-
-// ceiling[word >> 22] is at least the noise of that word, so that most words need no logarithm. The margin is far
-// above the rounding of log, and a ceiling that is too high costs time only.
-struct NoiseCeiling {
-    double ceiling[1024];
-    NoiseCeiling() {
-        for (uint32_t i = 0; i < 1024; ++i) ceiling[i] = gumbel((i << 22) | 0x3FFFFF) + 1e-9;
-    }
-    double operator()(uint32_t word) const { return ceiling[word >> 22]; }
-};
-const NoiseCeiling noise_ceiling;
-
-// ---- Selection ------------------------------------------------------------------------------------------------------
-
-// Larger is earlier in the order (logit descending, id ascending). Adding 0 makes -0 equal to 0.
-inline uint64_t order_key(float logit, uint32_t id) {
-    const float value = logit + 0.0f;
-    uint32_t bits;
-    std::memcpy(&bits, &value, sizeof bits);
-    bits = (bits & 0x80000000u) ? ~bits : bits | 0x80000000u;
-    return (uint64_t{bits} << 32) | (0xFFFFFFFFu - id);
-}
-
-inline uint32_t id_of(uint64_t key) { return 0xFFFFFFFFu - static_cast<uint32_t>(key); }
+// ---- What a row needs -----------------------------------------------------------------------------------------------
 
 // What a thread needs for a row; kept for as long as the thread lives, so that its memory is allocated once.
 struct Scratch {
-    std::vector<float> masked;      // [V], a row with its banned ids at -inf
+    std::vector<float> logits;      // [V], a row with its changes
     std::vector<uint32_t> ids;      // what is left of the row, in any order
     std::vector<double> z;          // z of ids[i]
-    std::vector<uint64_t> weights;  // step 5's weight of ids[i]
+    std::vector<uint64_t> weights;  // step 7's weight of ids[i]
     std::vector<uint64_t> keys;     // order keys while selecting
 };
 
-// Step 1. False if an id below `vocab` has NaN or +inf.
-bool is_clean(const float* row, int64_t vocab) {
-    bool clean = true;
-    for (int64_t i = 0; i < vocab; ++i) clean &= row[i] < std::numeric_limits<float>::infinity();
-    return clean;
+// ---- Changes of logits ----------------------------------------------------------------------------------------------
+
+// The nearest float; the largest where x is finite but beyond it.
+float saturate(double x) {
+    constexpr double most = std::numeric_limits<float>::max();
+    return static_cast<float>(std::isinf(x) ? x : std::clamp(x, -most, most));
 }
 
-// Step 2. The lowest id with the highest logit, or -1 if no id is possible.
+// Calls change(place in the list, logit) for every listed id of the vocabulary.
+template <class Change>
+void for_each_logit(std::vector<float>& logits, const int32_t* ids, size_t count, const Change& change) {
+    for (size_t i = 0; i < count; ++i)
+        if (ids[i] >= 0 && static_cast<size_t>(ids[i]) < logits.size()) change(i, logits[ids[i]]);
+}
+
+// Step 1, allowed ids.
+void copy_allowed(const float* row, int64_t vocab, const Row& settings, std::vector<float>& logits) {
+    if (settings.allowed_count == 0) {
+        logits.assign(row, row + vocab);
+        return;
+    }
+    logits.assign(vocab, kImpossible);
+    const int32_t* ids = settings.allowed_ids;
+    for_each_logit(logits, ids, settings.allowed_count, [&](size_t i, float& logit) { logit = row[ids[i]]; });
+}
+
+// Step 1, the constraint.
+void keep_permitted(const uint32_t* permitted, std::vector<float>& logits) {
+    const size_t vocab = logits.size();
+    for (size_t begin = 0; begin < vocab; begin += 32) {
+        const uint32_t word = permitted[begin / 32];
+        if (word == 0xFFFFFFFFu) continue;
+        const size_t size = std::min<size_t>(32, vocab - begin);
+        for (size_t i = 0; i < size; ++i)
+            if (!(word >> i & 1)) logits[begin + i] = kImpossible;
+    }
+}
+
+// Step 3.
+void penalize(const Row& r, std::vector<float>& logits) {
+    for_each_logit(logits, r.seen_ids, r.seen_count, [&](size_t i, float& logit) {
+        if (r.repetition_penalty != 1)
+            logit = saturate(logit > 0 ? logit / r.repetition_penalty : logit * r.repetition_penalty);
+        const double count = r.output_counts[i];
+        if (count > 0) logit = saturate(logit - (r.presence_penalty + r.frequency_penalty * count));
+    });
+}
+
+// Steps 1 to 3. Impossible logits stay what they are under biases and penalties, so the order of the two does not matter.
+const float* change_logits(const float* row, int64_t vocab, const Row& settings, const int32_t* banned_ids,
+                           Scratch& s) {
+    copy_allowed(row, vocab, settings, s.logits);
+    if (settings.permitted) keep_permitted(settings.permitted, s.logits);
+    const size_t banned_count = settings.banned_end - settings.banned_begin;
+    for_each_logit(s.logits, banned_ids + settings.banned_begin, banned_count,
+                   [](size_t, float& logit) { logit = kImpossible; });
+    for_each_logit(s.logits, settings.bias_ids, settings.bias_count,
+                   [&](size_t i, float& logit) { logit = saturate(logit + settings.biases[i]); });
+    if (settings.penalizes()) penalize(settings, s.logits);
+    return s.logits.data();
+}
+
+// ---- Selection ------------------------------------------------------------------------------------------------------
+
+// Step 4. The lowest id with the highest logit, or -1 if no id is possible.
 int64_t argmax(const float* row, int64_t vocab) {
-    constexpr int kLanes = 16;  // independent maxima, because a single one waits for itself
-    float lanes[kLanes];
-    std::fill(lanes, lanes + kLanes, kImpossible);
-    int64_t i = 0;
-    for (; i + kLanes <= vocab; i += kLanes)
-        for (int j = 0; j < kLanes; ++j) lanes[j] = row[i + j] > lanes[j] ? row[i + j] : lanes[j];
-    float highest = *std::max_element(lanes, lanes + kLanes);
-    for (; i < vocab; ++i) highest = std::max(highest, row[i]);
+    const float highest = pellucid::highest_logit(row, vocab);
     return highest == kImpossible ? -1 : std::find(row, row + vocab, highest) - row;
 }
 
-// Step 4 off: every id is left, impossible ones too; their z is -inf, so they never win.
+// Step 6 off: every id is left, impossible ones too; their z is -inf, so they never win.
 void keep_all(int64_t vocab, Scratch& s) {
     s.ids.resize(vocab);
     std::iota(s.ids.begin(), s.ids.end(), 0u);
 }
 
-// Step 4. The buffer takes whatever beats the bar; when it is full, all but the best k go and the bar rises.
+// Step 6.
 void keep_top_k(const float* row, int64_t vocab, size_t k, Scratch& s) {
-    const size_t capacity = std::max<size_t>(2 * k, 256);
-    auto& keys = s.keys;
-    keys.clear();
-    float bar = kImpossible;
-    const auto shrink = [&] {
-        std::nth_element(keys.begin(), keys.begin() + (k - 1), keys.end(), std::greater<>());
-        keys.resize(k);
-        bar = row[id_of(keys[k - 1])];
-    };
-    for (int64_t i = 0; i < vocab; ++i) {
-        if (!(row[i] > bar)) continue;  // Ids ascend: at the bar itself, earlier ids have won.
-        keys.push_back(order_key(row[i], static_cast<uint32_t>(i)));
-        if (keys.size() == capacity) shrink();
-    }
-    if (keys.size() > k) shrink();
-    s.ids.resize(keys.size());
-    std::transform(keys.begin(), keys.end(), s.ids.begin(), id_of);
+    pellucid::select_top_k(row, vocab, k, s.keys);
+    s.ids.resize(s.keys.size());
+    std::transform(s.keys.begin(), s.keys.end(), s.ids.begin(), pellucid::id_of);
 }
 
-// Step 3, for the ids that are left.
+// Step 5, for the ids that are left.
 void compute_z(const float* row, double highest, double temperature, Scratch& s) {
     s.z.resize(s.ids.size());
     for (size_t i = 0; i < s.ids.size(); ++i) s.z[i] = (double{row[s.ids[i]]} - highest) / temperature;
@@ -158,39 +168,72 @@ void keep_where(Scratch& s, Predicate wanted) {
     s.z.resize(kept);
 }
 
-// Step 5. Weights are summed in buckets of z, which follow the order, so only the bucket in which the sum reaches its
-// mark is sorted. Weightless ids come last and are never needed to reach it.
-void keep_top_p(const float* row, double top_p, Scratch& s) {
+// Weighs the ids that are left and drops those that weigh nothing.
+void weigh(Scratch& s) {
+    keep_where(s, [&](size_t i) { return s.z[i] > kWeightless; });
+    s.weights.resize(s.ids.size());
+    size_t kept = 0;
+    for (size_t i = 0; i < s.ids.size(); ++i) {
+        const uint64_t weight = static_cast<uint64_t>(std::exp(s.z[i]) * kWeightScale);
+        if (weight == 0) continue;
+        s.ids[kept] = s.ids[i];
+        s.z[kept] = s.z[i];
+        s.weights[kept++] = weight;
+    }
+    s.ids.resize(kept);
+    s.z.resize(kept);
+    s.weights.resize(kept);
+}
+
+uint64_t total_weight(const Scratch& s) { return std::accumulate(s.weights.begin(), s.weights.end(), uint64_t{0}); }
+
+using Place = std::pair<double, uint32_t>;  // Ids are ordered by this; the lowest comes first.
+
+// Keeps the shortest beginning, in the order of place_of(id, z), that holds `share` of the weight. Weights are summed in
+// buckets of distance_of(z), in [0, -kWeightless], which follows the same order; so only the bucket in which the sum
+// reaches its mark is sorted. Ids have been weighed.
+template <class DistanceOf, class PlaceOf>
+void keep_share(double share, Scratch& s, const DistanceOf& distance_of, const PlaceOf& place_of) {
     constexpr size_t kBuckets = 1024;
     uint64_t mass[kBuckets] = {};
     const auto bucket_of = [&](size_t i) {
-        return std::min(static_cast<size_t>(s.z[i] * (kBuckets / kWeightless)), kBuckets - 1);
+        return std::min(static_cast<size_t>(distance_of(s.z[i]) * (kBuckets / -kWeightless)), kBuckets - 1);
     };
-    const auto key_of = [&](size_t i) { return order_key(row[s.ids[i]], s.ids[i]); };
-
-    keep_where(s, [&](size_t i) { return s.z[i] > kWeightless; });
-    s.weights.resize(s.ids.size());
-    for (size_t i = 0; i < s.ids.size(); ++i) {
-        s.weights[i] = static_cast<uint64_t>(std::exp(s.z[i]) * kWeightScale);
-        mass[bucket_of(i)] += s.weights[i];
-    }
-    const double mark = top_p * static_cast<double>(std::accumulate(mass, mass + kBuckets, uint64_t{0}));
+    for (size_t i = 0; i < s.ids.size(); ++i) mass[bucket_of(i)] += s.weights[i];
+    const double mark = share * static_cast<double>(total_weight(s));
     size_t last = 0;
     uint64_t reached = 0;
     while (static_cast<double>(reached + mass[last]) < mark) reached += mass[last++];
 
-    std::vector<size_t> bucket;
+    std::vector<std::pair<Place, uint64_t>> bucket;
     for (size_t i = 0; i < s.ids.size(); ++i)
-        if (bucket_of(i) == last) bucket.push_back(i);
-    std::sort(bucket.begin(), bucket.end(), [&](size_t a, size_t b) { return key_of(a) > key_of(b); });
+        if (bucket_of(i) == last) bucket.emplace_back(place_of(s.ids[i], s.z[i]), s.weights[i]);
+    std::sort(bucket.begin(), bucket.end());
     size_t count = 0;
-    do reached += s.weights[bucket[count++]];
+    do reached += bucket[count++].second;
     while (static_cast<double>(reached) < mark);
-    const uint64_t bar = key_of(bucket[count - 1]);
-    keep_where(s, [&](size_t i) { return key_of(i) >= bar; });
+    const Place bar = bucket[count - 1].first;
+    keep_where(s, [&](size_t i) { return place_of(s.ids[i], s.z[i]) <= bar; });
 }
 
 // Step 7.
+void keep_top_p(const float* row, double top_p, Scratch& s) {
+    weigh(s);
+    keep_share(
+        top_p, s, [](double z) { return -z; }, [&](uint32_t id, double) { return Place{-double{row[id]}, id}; });
+}
+
+// Step 9.
+void keep_typical(double typical_p, Scratch& s) {
+    weigh(s);
+    uint64_t sum = 0;
+    for (size_t i = 0; i < s.ids.size(); ++i) sum += static_cast<uint64_t>(static_cast<double>(s.weights[i]) * -s.z[i]);
+    const double mean = -(static_cast<double>(sum) / static_cast<double>(total_weight(s)));
+    const auto distance_of = [&](double z) { return std::abs(z - mean); };
+    keep_share(typical_p, s, distance_of, [&](uint32_t id, double z) { return Place{distance_of(z), id}; });
+}
+
+// Step 10.
 uint32_t draw(const Row& settings, const Scratch& s) {
     constexpr size_t kBlock = 256;
     const uint32_t k0 = static_cast<uint32_t>(settings.seed), k1 = static_cast<uint32_t>(settings.seed >> 32);
@@ -202,10 +245,10 @@ uint32_t draw(const Row& settings, const Scratch& s) {
         const double* z = s.z.data() + begin;
         uint32_t words[kBlock];
         for (size_t i = 0; i < size; ++i)
-            words[i] = philox_word(ids[i], settings.output_index, settings.sequence_index, k0, k1);
+            words[i] = pellucid::philox_word(ids[i], settings.output_index, settings.sequence_index, k0, k1);
         for (size_t i = 0; i < size; ++i) {
-            if (z[i] + noise_ceiling(words[i]) < best) continue;
-            const double score = z[i] + gumbel(words[i]);
+            if (z[i] + pellucid::noise_ceiling(words[i]) < best) continue;
+            const double score = z[i] + pellucid::gumbel(words[i]);
             if (score > best || (score == best && ids[i] < best_id)) {
                 best = score;
                 best_id = ids[i];
@@ -218,13 +261,8 @@ uint32_t draw(const Row& settings, const Scratch& s) {
 // ---- A row ----------------------------------------------------------------------------------------------------------
 
 int32_t sample_row(const float* row, int64_t vocab, const Row& settings, const int32_t* banned_ids, Scratch& s) {
-    if (!is_clean(row, vocab)) return -1;
-    if (settings.banned_begin < settings.banned_end) {
-        s.masked.assign(row, row + vocab);
-        for (int64_t i = settings.banned_begin; i < settings.banned_end; ++i)
-            if (banned_ids[i] >= 0 && banned_ids[i] < vocab) s.masked[banned_ids[i]] = kImpossible;
-        row = s.masked.data();
-    }
+    if (!pellucid::is_clean(row, vocab)) return -1;  // Step 1.
+    if (settings.changes_logits()) row = change_logits(row, vocab, settings, banned_ids, s);
     const int64_t first = argmax(row, vocab);
     if (first < 0 || settings.temperature == 0 || settings.top_k == 1) return static_cast<int32_t>(first);
 
@@ -235,6 +273,7 @@ int32_t sample_row(const float* row, int64_t vocab, const Row& settings, const i
     compute_z(row, double{row[first]}, settings.temperature, s);
     if (settings.top_p < 1) keep_top_p(row, settings.top_p, s);
     if (settings.min_p > 0) keep_where(s, [&](size_t i) { return std::exp(s.z[i]) >= settings.min_p; });
+    if (settings.typical_p < 1) keep_typical(settings.typical_p, s);
     return static_cast<int32_t>(draw(settings, s));
 }
 
@@ -244,7 +283,7 @@ int32_t sample_row(const float* row, int64_t vocab, const Row& settings, const i
 // settings    [rows]
 // banned_ids  see Row
 // threads     at most so many, at least 1; no result depends on it
-// out         [rows], ids, -1 for a non-finite row
+// out         [rows], ids, -1 where there is no answer
 extern "C" void pellucid_sample(const float* logits, int64_t rows, int64_t stride, int64_t vocab, const void* settings,
                                 const int32_t* banned_ids, int threads, int32_t* out) {
     const Row* row_settings = static_cast<const Row*>(settings);

@@ -26,12 +26,19 @@
 namespace pellucid {
 namespace {
 
+PELLUCID_INLINE void prefetch(const void* p) { __builtin_prefetch(p); }
+
 // The upper half of a float.
 struct bf16 {
     uint16_t bits;
 };
 
 PELLUCID_INLINE float to_float(bf16 x) { return std::bit_cast<float>(uint32_t{x.bits} << 16); }
+
+// IEEE half precision.
+struct half {
+    uint16_t bits;
+};
 
 // To the nearest, ties to even; NaN stays NaN and subnormals stay what they are.
 PELLUCID_INLINE bf16 to_bf16(float x) {
@@ -56,6 +63,9 @@ PELLUCID_INLINE F16 load(const float* p) { return {_mm512_loadu_ps(p)}; }
 PELLUCID_INLINE F16 load(const bf16* p) {
     const __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
     return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16))};
+}
+PELLUCID_INLINE F16 load(const half* p) {
+    return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
 }
 PELLUCID_INLINE __mmask16 first_lanes(int count) { return static_cast<__mmask16>((1u << count) - 1); }
 PELLUCID_INLINE F16 load(const float* p, int count) { return {_mm512_maskz_loadu_ps(first_lanes(count), p)}; }
@@ -139,6 +149,10 @@ PELLUCID_INLINE F16 load(const bf16* p) {
         return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
     };
     return {widen(p), widen(p + 8)};
+}
+PELLUCID_INLINE F16 load(const half* p) {
+    const __m128i* halves = reinterpret_cast<const __m128i*>(p);
+    return {_mm256_cvtph_ps(_mm_loadu_si128(halves)), _mm256_cvtph_ps(_mm_loadu_si128(halves + 1))};
 }
 PELLUCID_INLINE F16Pair load_pairs(const bf16* p) {
     const __m256i* halves = reinterpret_cast<const __m256i*>(p);
@@ -242,6 +256,15 @@ PELLUCID_INLINE F16 load(const bf16* p) {
         QuadHalves halves;
         std::memcpy(&halves, p + 4 * i, sizeof halves);
         return std::bit_cast<Quad>(__builtin_convertvector(halves, QuadBits) << 16);
+    });
+}
+PELLUCID_INLINE F16 load(const half* p) {  // finite ones
+    return each_quad([=](int i) {
+        QuadHalves halves;
+        std::memcpy(&halves, p + 4 * i, sizeof halves);
+        const QuadBits bits = __builtin_convertvector(halves, QuadBits);
+        const Quad size = std::bit_cast<Quad>((bits & 0x7fffu) << 13) * 0x1p112f;  // the exponents' biases differ
+        return std::bit_cast<Quad>(std::bit_cast<QuadBits>(size) | (bits & 0x8000u) << 16);
     });
 }
 PELLUCID_INLINE F16Pair load_pairs(const bf16* p) {

@@ -1,0 +1,347 @@
+"""Records what a module's `forward` and `logits` compute, as a Program that runs without the module.
+
+The accelerated module is run once on a few rows of zeros. Its layers hand their calls to a recorder in the kernels'
+place; what it does with tensors in between is seen by torch's dispatcher. Views need no instruction: an operand is
+found by the memory that it lies in. A module that does anything else (another operator, a shape or a branch that
+depends on the rows) raises NotRecordable with the reason, and then runs as it is.
+
+To be sure that nothing depends on the number of rows, the module is recorded twice, with different numbers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pellucid_model.contract import Attend, AttentionOptions, DecoderModel, Rotary
+from pellucid_model.gathered import Gathered
+from pellucid_model.kernels.fused import Norm
+from pellucid_model.kernels.interface import Activation, PackedLinear
+from pellucid_model.kernels.modules import TWINS
+from pellucid_model.kernels.plan.program import (
+    Activate,
+    Arithmetic,
+    Attention,
+    Combine,
+    Copy,
+    Gather,
+    Layer,
+    Linear,
+    Normalize,
+    Operand,
+    Phase,
+    Program,
+    Select,
+)
+
+aten = torch.ops.aten
+ROWS = (3, 5)
+"""Numbers of rows to record with."""
+_ARITHMETIC: dict[Any, Arithmetic] = {
+    aten.add.Tensor: "add",
+    aten.add_.Tensor: "add",
+    aten.sub.Tensor: "subtract",
+    aten.mul.Tensor: "multiply",
+    aten.mul_.Tensor: "multiply",
+    aten.div.Tensor: "divide",
+    aten.div_.Tensor: "divide",
+}
+_COPIES = (aten.clone.default, aten._to_copy.default)
+
+
+class NotRecordable(Exception):
+    """Why a module's step cannot be turned into a program; one line."""
+
+
+def record(module: nn.Module, model: DecoderModel) -> Program:
+    """The program of an accelerated module, in evaluation mode on the CPU. Raises NotRecordable.
+
+    module, model  the same object, as torch and as the contract see it
+    """
+    program, again = (_record(module, model, rows) for rows in ROWS)
+    if not _same(program, again):
+        raise NotRecordable("what the module computes depends on the number of rows")
+    return program
+
+
+def _record(module: nn.Module, model: DecoderModel, rows: int) -> Program:
+    recorder = _Recorder(rows)
+    tokens, positions = torch.zeros(rows, dtype=torch.int64), torch.zeros(rows, dtype=torch.int64)
+    recorder.indices = {tokens.data_ptr(): "tokens", positions.data_ptr(): "positions"}
+    with torch.no_grad(), _kernels_replaced(module, recorder), recorder:
+        hidden = recorder.operand(model.forward(tokens, positions, _RecordingAttend(recorder)))
+        selected = recorder.begin_logits(hidden)
+        logits = model.logits(selected)
+    program = recorder.program
+    program.logits = recorder.whole(logits)
+    return program
+
+
+@contextmanager
+def _kernels_replaced(module: nn.Module, recorder: _Recorder) -> Iterator[None]:
+    """The recorder stands in for the kernels of every accelerated layer."""
+    twins = [each for each in module.modules() if isinstance(each, TWINS)]
+    kernels = [twin.kernels for twin in twins]
+    for twin in twins:
+        twin.kernels = recorder  # type: ignore[assignment]  # it offers what layers call, and no attention
+    try:
+        yield
+    finally:
+        for twin, own in zip(twins, kernels, strict=True):
+            twin.kernels = own
+
+
+class _Recorder(TorchDispatchMode):
+    """In the place of kernels, of `attend`, and between the module and torch."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.program = Program()
+        self.indices: dict[int, Literal["tokens", "positions"]] = {}
+        """Of the int64 inputs, by address."""
+        self._rows = rows
+        self._phase: Phase = "tokens"
+        self._buffers: dict[int, int] = {}
+        """By the address of a tensor's memory."""
+        self._kept: list[Tensor] = []
+        """All that was made, so that no address is used twice."""
+        self._paused = False
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # or torch imports its compiler, for a second
+
+    # What layers call in the kernels' place
+
+    def linear(self, x: Tensor, packed: PackedLinear) -> Tensor:
+        out = self._new(*x.shape[:-1], packed.out_features)
+        self._add(Linear(self._rowwise(x, packed.in_features), (Layer(packed, self.operand(out)),)))
+        return out
+
+    def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+        out = self._new(*x.shape)
+        self._add(Normalize(self.operand(x), Norm("rms", eps, weight), x.shape[-1], self.operand(out)))
+        return out
+
+    def layer_norm(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+        out = self._new(*x.shape)
+        self._add(Normalize(self.operand(x), Norm("layer", eps, weight, bias), x.shape[-1], self.operand(out)))
+        return out
+
+    def activation(self, kind: Activation, x: Tensor) -> Tensor:
+        out = self._new(*x.shape)
+        self._add(Activate(kind, self.operand(x), self.operand(out)))
+        return out
+
+    def attention(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, options: AttentionOptions) -> Tensor:
+        out = self._new(*q.shape)
+        self._add(
+            Attention(
+                layer=layer,
+                q=self.operand(q),
+                k=None if k is None else self.operand(k),
+                v=None if v is None else self.operand(v),
+                out=self.operand(out),
+                query_heads=q.shape[1],
+                options=options,
+            )
+        )
+        return out
+
+    def begin_logits(self, hidden: Operand) -> Tensor:
+        """From now on rows are those that are sampled."""
+        self._phase = "sampled"
+        selected = self._new(self._rows, hidden.width)
+        self._add(Select(hidden, self.operand(selected)))
+        return selected
+
+    # What torch's dispatcher shows
+
+    def __torch_dispatch__(
+        self, function: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._paused or function.is_view or not self._depends(args):
+            return function(*args, **kwargs)
+        handler = self._handler(function, args)
+        if handler is None:
+            raise NotRecordable(f"it uses {function}")
+        self._paused = True
+        try:
+            out = function(*args, **kwargs)
+        finally:
+            self._paused = False
+        if isinstance(out, Tensor) and out.untyped_storage().data_ptr() not in self._buffers:
+            self._adopt(out)
+        handler(out, *args, **kwargs)
+        return out
+
+    def _depends(self, args: Sequence[Any]) -> bool:
+        """Whether any argument is made of tokens or positions; what is not is a constant."""
+        flat = [x for arg in args for x in (arg if isinstance(arg, list | tuple) else (arg,))]
+        tensors = [x for x in flat if isinstance(x, Tensor)]
+        return any(self._is_row(x) or x.untyped_storage().data_ptr() in self.indices for x in tensors)
+
+    def _handler(self, function: Any, args: Sequence[Any]) -> Callable[..., None] | None:
+        if function in _ARITHMETIC:
+            return lambda out, a, b, alpha=1: self._combine(_ARITHMETIC[function], out, a, b, alpha)
+        if function in _COPIES:
+            return lambda out, x, **options: self._copy(out, x)
+        if function is aten.embedding.default:
+            return lambda out, table, index, *options: self._gather(out, table, index)
+        if function is aten.index_select.default:
+            return self._index_select
+        if function is aten.cat.default:
+            return self._concatenate
+        return None
+
+    def _combine(self, kind: Arithmetic, out: Tensor, a: Tensor, b: Tensor | float, alpha: float) -> None:
+        if alpha != 1:
+            raise NotRecordable("it adds with a factor (alpha)")
+        if not self._is_row(a) and isinstance(b, Tensor) and kind in ("add", "multiply"):
+            a, b = b, a  # commutative to the last bit
+        if a.shape != out.shape:
+            raise NotRecordable(f"it combines {list(a.shape)} with a larger tensor")
+        self._add(Combine(kind, self.operand(a), self._second(b, out), self.operand(out)))
+
+    def _second(self, b: Tensor | float, out: Tensor) -> Operand | Tensor | float:
+        if not isinstance(b, Tensor):
+            return float(b)
+        if self._is_row(b):
+            if b.shape != out.shape:
+                raise NotRecordable(f"it combines {list(out.shape)} with {list(b.shape)}")
+            return self.operand(b)
+        if b.numel() == 1:
+            number: float = self._unseen(lambda: float(b))
+            return number
+        if b.dim() == out.dim() and b.shape[0] != 1:
+            raise NotRecordable("it combines rows with a constant that differs by row")
+        constant: Tensor = self._unseen(lambda: b.float().expand(1, *out.shape[1:]).reshape(-1).clone())
+        return constant
+
+    def _copy(self, out: Tensor, x: Tensor) -> None:
+        if out.dtype != torch.float32:
+            raise NotRecordable(f"it makes a tensor of {out.dtype}")
+        self._add(Copy(self.operand(x), self.operand(out)))
+
+    def _gather(self, out: Tensor, table: Tensor, index: Tensor) -> None:
+        name = self.indices.get(index.untyped_storage().data_ptr())
+        if name is None or self._is_row(table):
+            raise NotRecordable("it looks up rows by something else than tokens or positions")
+        if table.dtype != torch.float32 or not table.is_contiguous():
+            raise NotRecordable("it looks up rows of a table that is not float32 and contiguous")
+        self._add(Gather(table.detach(), name, self.operand(out)))
+
+    def _concatenate(self, out: Tensor, parts: Sequence[Tensor], dim: int = 0) -> None:
+        if dim not in (-1, out.dim() - 1) or out.dim() != 2:
+            raise NotRecordable("it concatenates along another dimension than the last of [T, n]")
+        whole, offset = self.operand(out), 0
+        for part in parts:
+            width = part.shape[-1]
+            self._add(Copy(self.operand(part), dataclasses.replace(whole, offset=offset, width=width)))
+            offset += width
+
+    def _index_select(self, out: Tensor, table: Tensor, dim: int, index: Tensor) -> None:
+        if dim != 0:
+            raise NotRecordable("it selects along another dimension than the first")
+        self._gather(out, table, index)
+
+    # Operands
+
+    def operand(self, x: Tensor) -> Operand:
+        """Where the numbers of x [rows, …] lie. Raises NotRecordable where they are no run in every row."""
+        buffer = self._buffers.get(x.untyped_storage().data_ptr())
+        if buffer is None or x.dtype != torch.float32:
+            raise NotRecordable(f"it computes with a tensor of {x.dtype} that is made of neither tokens nor positions")
+        if self.program.phases[buffer] != self._phase:
+            raise NotRecordable("logits uses what forward computed besides its result")
+        width = self.program.widths[buffer]
+        if x.is_contiguous() and x.numel() == self._rows * width:
+            return Operand(buffer, 0, width)
+        inner = x[0]
+        if x.shape[0] != self._rows or x.stride(0) != width or not inner.is_contiguous():
+            raise NotRecordable(f"it computes with a view {list(x.shape)} whose rows are not contiguous")
+        return Operand(buffer, int(x.storage_offset()), inner.numel())
+
+    def whole(self, x: Tensor) -> Operand:
+        """The operand of x as a buffer of its own: copied where it is a part of a wider one."""
+        operand = self.operand(x)
+        return self._rowwise(x, operand.width)
+
+    def _rowwise(self, x: Tensor, width: int) -> Operand:
+        operand = self.operand(x)
+        if operand.width != width:
+            raise NotRecordable(f"a layer for {width} numbers gets {operand.width}")
+        if operand.width == self.program.widths[operand.buffer]:
+            return operand
+        own = self.operand(self._new(self._rows, operand.width))
+        self._add(Copy(operand, own))
+        return own
+
+    def _is_row(self, x: Tensor) -> bool:
+        return x.untyped_storage().data_ptr() in self._buffers
+
+    def _new(self, *shape: int) -> Tensor:
+        out: Tensor = self._unseen(lambda: torch.zeros(shape))
+        self._adopt(out)
+        return out
+
+    def _adopt(self, x: Tensor) -> None:
+        """A new buffer for the memory of x [rows, …]."""
+        if x.untyped_storage().nbytes() % (4 * self._rows) != 0 or x.dtype != torch.float32:
+            raise NotRecordable(f"it makes a tensor {list(x.shape)} of {x.dtype}, which has not {self._rows} rows")
+        self._kept.append(x)
+        width = x.untyped_storage().nbytes() // (4 * self._rows)
+        self._buffers[x.untyped_storage().data_ptr()] = self.program.new_buffer(width, self._phase)
+
+    def _unseen(self, make: Callable[[], Any]) -> Any:
+        paused, self._paused = self._paused, True
+        try:
+            return make()
+        finally:
+            self._paused = paused
+
+    def _add(self, instruction: Any) -> None:
+        self.program.instructions.append(instruction)
+
+
+class _RecordingAttend(Attend):
+    """What stands behind `attend` while a program is recorded."""
+
+    def __init__(self, recorder: _Recorder) -> None:
+        self._recorder = recorder
+
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        options: AttentionOptions,
+        kv_from: int | None,
+    ) -> Tensor:
+        return self._recorder.attention(layer, q, k, v, options)
+
+    def gathered(
+        self, layer: int, k: Tensor, v: Tensor, *, rotary: Rotary | None = None, window: int | None = None
+    ) -> Gathered:
+        raise NotRecordable("it gathers keys and values")
+
+
+def _same(a: object, b: object) -> bool:
+    """Whether two recordings, or parts of them, say the same."""
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a.shape == b.shape and (a.data_ptr() == b.data_ptr() or torch.equal(a, b))
+    if isinstance(a, PackedLinear | Rotary):
+        return a is b
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        return len(a) == len(b) and all(map(_same, a, b))
+    if dataclasses.is_dataclass(a):
+        return type(a) is type(b) and all(_same(getattr(a, f.name), getattr(b, f.name)) for f in dataclasses.fields(a))
+    return a == b

@@ -1,0 +1,35 @@
+// What the fused operator takes: one or several linear layers of the same x, with what stands before and after them.
+#pragma once
+
+#include <cstdint>
+
+namespace pellucid {
+
+enum WeightFormat : int32_t { kFloat32, kBfloat16, kInt8, kInt4 };
+enum Norm : int32_t { kNoNorm, kRmsNorm, kLayerNorm };
+enum ActivationKind : int32_t { kNoActivation, kRelu, kGelu, kGeluTanh, kSilu };
+
+// residual + activation(y) with y = weight x + bias; with a gate residual + activation(gate_weight x + gate_bias) y.
+struct LinearLayer {
+    const void* weight;
+    const float* bias;  // [outputs] or null
+    const void* gate_weight;  // of the same shape, or null
+    const float* gate_bias;
+    const float* residual;  // [rows, outputs] or null; may be `out`
+    float* out;             // [rows, outputs]
+    int64_t outputs;
+    int32_t activation;  // of the gate where there is one
+};
+
+struct LinearArguments {
+    const float* x;  // [rows, inputs]
+    const float *norm_weight, *norm_bias;  // [inputs] or null
+    const LinearLayer* layers;
+    int64_t layer_count, rows, inputs;
+    float norm_epsilon;
+    int32_t norm;    // of x, before all layers
+    int32_t format;  // of all their weights
+    int32_t threads;
+};
+
+}  // namespace pellucid

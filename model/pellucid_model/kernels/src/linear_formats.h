@@ -1,0 +1,112 @@
+// Float formats of linear weights. See linear.cpp for what a format is.
+//
+//   float32   panel [K][32]
+//   bfloat16  panel [K / 2][32][2], K padded with a zero to whole pairs; activations are rounded to bfloat16 once
+//
+// Sums are float32, each one chain in ascending k.
+#pragma once
+
+#include "tile.h"
+
+namespace pellucid {
+namespace {
+
+constexpr int kPanel = 32;
+
+PELLUCID_INLINE int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Where vector v of a tile that begins at `panel` reads its weights: a panel has two vectors of columns.
+template <class Weight>
+PELLUCID_INLINE const Weight* vector_of(const std::byte* panel, int64_t panel_bytes, int v, int64_t offset) {
+    return reinterpret_cast<const Weight*>(panel + (v / 2) * panel_bytes) + offset;
+}
+
+struct Float32Format {
+    using Left = float;
+    static constexpr int kRows = kTileRows, kWideRows = kWideTileRows;
+    static constexpr bool kTakesFloats = true;  // no need to prepare rows
+
+    static int64_t left_per_row(int64_t inputs) { return inputs; }
+    static int64_t panel_bytes(int64_t inputs) { return inputs * kPanel * 4; }
+    static void prepare(const float* x, int64_t inputs, Left* row) { std::memcpy(row, x, inputs * sizeof *x); }
+
+    template <int Rows, int Vectors>
+    static PELLUCID_INLINE void multiply(const Left* x, int64_t x_stride, const std::byte* panel, int64_t panel_bytes,
+                                         int64_t inputs, F16 (&sums)[Rows][Vectors]) {
+        accumulate(Product{x, x_stride, panel, panel_bytes}, 0, inputs, sums);
+    }
+
+    struct Product {
+        const Left* x;
+        int64_t x_stride;
+        const std::byte* panel;
+        int64_t panel_bytes;
+
+        PELLUCID_INLINE F16 left(int r, int64_t k) const { return broadcast(x[r * x_stride + k]); }
+        PELLUCID_INLINE F16 right(int64_t k, int v) const {
+            return load(vector_of<float>(panel, panel_bytes, v, k * kPanel + (v % 2) * 16));
+        }
+        PELLUCID_INLINE F16 multiply_add(F16 a, F16 b, F16 sum) const { return fma(a, b, sum); }
+    };
+};
+
+struct Bfloat16Format {
+#if defined(__AVX512BF16__)
+    using Left = bf16;
+    static void round(Left* to, float x) { *to = to_bf16(x); }
+#else  // kept as rounded floats; pairs of weights are widened as they are read
+    using Left = float;
+    static void round(Left* to, float x) { *to = to_float(to_bf16(x)); }
+#endif
+    static constexpr int kRows = kTileRows, kWideRows = kWideTileRows;
+    static constexpr bool kTakesFloats = false;
+
+    static int64_t left_per_row(int64_t inputs) { return divide_up(inputs, 2) * 2; }
+    static int64_t panel_bytes(int64_t inputs) { return divide_up(inputs, 2) * 2 * kPanel * 2; }
+    static void prepare(const float* x, int64_t inputs, Left* row) {
+        for (int64_t k = 0; k < inputs; ++k) round(row + k, x[k]);
+        if (inputs % 2 != 0) round(row + inputs, 0.0f);
+    }
+
+    template <int Rows, int Vectors>
+    static PELLUCID_INLINE void multiply(const Left* x, int64_t x_stride, const std::byte* panel, int64_t panel_bytes,
+                                         int64_t inputs, F16 (&sums)[Rows][Vectors]) {
+        accumulate(Product{x, x_stride, panel, panel_bytes}, 0, divide_up(inputs, 2), sums);
+    }
+
+    struct Product {
+        const Left* x;
+        int64_t x_stride;
+        const std::byte* panel;
+        int64_t panel_bytes;
+
+        PELLUCID_INLINE const bf16* weights(int64_t k, int v) const {
+            return vector_of<bf16>(panel, panel_bytes, v, (k * kPanel + (v % 2) * 16) * 2);
+        }
+#if defined(__AVX512BF16__)
+        PELLUCID_INLINE __m512bh left(int r, int64_t k) const {
+            int32_t pair;
+            std::memcpy(&pair, x + r * x_stride + 2 * k, sizeof pair);
+            return reinterpret_cast<__m512bh>(_mm512_set1_epi32(pair));
+        }
+        PELLUCID_INLINE __m512bh right(int64_t k, int v) const {
+            return reinterpret_cast<__m512bh>(_mm512_loadu_si512(weights(k, v)));
+        }
+        PELLUCID_INLINE F16 multiply_add(__m512bh a, __m512bh b, F16 sum) const {
+            return {_mm512_dpbf16_ps(sum.v, a, b)};
+        }
+#else
+        PELLUCID_INLINE F16Pair left(int r, int64_t k) const {
+            const float* pair = x + r * x_stride + 2 * k;
+            return {broadcast(pair[0]), broadcast(pair[1])};
+        }
+        PELLUCID_INLINE F16Pair right(int64_t k, int v) const { return load_pairs(weights(k, v)); }
+        PELLUCID_INLINE F16 multiply_add(F16Pair a, F16Pair b, F16 sum) const {
+            return fma(a.second, b.second, fma(a.first, b.first, sum));
+        }
+#endif
+    };
+};
+
+}  // namespace
+}  // namespace pellucid

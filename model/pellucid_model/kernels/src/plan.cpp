@@ -1,0 +1,233 @@
+// Runs a whole step: the instructions of a recorded program (plan/program.py), one after the other, over row buffers.
+//
+// A buffer lies in the arena of its phase: `tokens` has a row for every token of the step, `sampled` one for every row
+// that needs logits. Arenas are laid out in numbers per row, so that a buffer begins at start * rows. The operators are
+// those that Python calls one by one, and so are their results.
+#include <cstring>
+
+#include "attention_arguments.h"
+#include "linear_arguments.h"
+#include "parallel.h"
+#include "simd.h"
+
+extern "C" {
+int32_t pellucid_paged_attention(const void* arguments);
+void pellucid_fused_linear(const pellucid::LinearArguments* arguments);
+void pellucid_rms_norm(const float* x, const float* weight, float* out, int64_t rows, int64_t size, float eps,
+                       int threads);
+void pellucid_layer_norm(const float* x, const float* weight, const float* bias, float* out, int64_t rows, int64_t size,
+                         float eps, int threads);
+}
+
+namespace pellucid {
+namespace {
+
+// Mirrors plan/native.py.
+enum Kind : int32_t { kGather, kSelect, kCopy, kCombine, kLinear, kNormalize, kActivate, kAttention };
+enum Arithmetic : int32_t { kAdd, kSubtract, kMultiply, kDivide };
+enum Second : int32_t { kRows, kSameForAllRows, kNumber };
+
+struct Place {
+    int64_t start;   // of the buffer, in numbers per row; -1: the caller's logits
+    int64_t stride;  // numbers per row of the buffer
+    int64_t offset, width;
+    int64_t phase;  // 0 tokens, 1 sampled
+};
+
+using ActivateCall = void (*)(const float* x, float* out, int64_t size, int threads);
+
+struct Instruction {
+    Place a, b, c, out;
+    const void* call;    // of activations
+    const void* first;   // weight, table, constant, or what is fixed of an operator's arguments
+    const void* second;  // bias, or the LayerPlaces of a linear layer
+    int64_t size;        // numbers of a norm
+    float number;        // epsilon, or the number to combine with
+    Kind kind;
+    int32_t variant;  // Arithmetic, Norm; for a gather 1: by position; for attention 1: with keys and values
+    int32_t other;    // Second; for attention 1: sinks stay visible
+    int32_t window, rotary;  // indices into Batch, rotary -1: none
+};
+
+struct LayerPlaces {
+    Place out, residual;  // residual: width 0 where there is none
+};
+
+constexpr int kMostLayers = 16;  // as in plan/fusion.py
+
+struct Angles {
+    const float *cos, *sin;
+    int64_t positions;
+};
+
+struct Batch {
+    int64_t rows[2];  // of each phase
+    float* arena[2];
+    float* logits;
+    const int64_t *tokens, *positions, *sampled_rows;
+    const int32_t *positions32, *row_sequence, *block_tables;
+    const int32_t* const* windows;
+    const int32_t *sinks, *sink_query_positions;
+    const Angles* angles;
+    int64_t sequences, table_width;
+    int32_t threads;
+};
+
+class Step {
+public:
+    explicit Step(const Batch& batch) : batch_(batch) {}
+
+    int32_t run(const Instruction& i) const {
+        const int64_t rows = batch_.rows[i.out.phase];
+        switch (i.kind) {
+            case kGather: gather(i, rows); break;
+            case kSelect:
+                each_row(rows, i.out.width, [&](int64_t row) { copy(at(i.a, batch_.sampled_rows[row]), i.out, row); });
+                break;
+            case kCopy:
+                each_row(rows, i.out.width, [&](int64_t row) { copy(at(i.a, row), i.out, row); });
+                break;
+            case kCombine: combine(i, rows); break;
+            case kLinear: linear(i); break;
+            case kNormalize: normalize(i, rows); break;
+            case kActivate: activate(i, rows); break;
+            case kAttention: return attention(i, rows);
+        }
+        return kOk;
+    }
+
+private:
+    float* at(const Place& place, int64_t row) const {
+        float* buffer =
+            place.start < 0 ? batch_.logits : batch_.arena[place.phase] + place.start * batch_.rows[place.phase];
+        return buffer + row * place.stride + place.offset;
+    }
+
+    void copy(const float* from, const Place& out, int64_t row) const {
+        std::memcpy(at(out, row), from, out.width * sizeof(float));
+    }
+
+    template <class Body>
+    void each_row(int64_t rows, int64_t width, const Body& body) const {
+        const int threads = useful_threads(batch_.threads, rows * width);
+        const EvenParts parts(rows, std::max<int64_t>(1, (rows + 4 * threads - 1) / (4 * threads)));
+        for_each_unit(threads, parts.count, [&](int64_t part, int) {
+            for (int64_t row = parts.begin(part); row < parts.begin(part) + parts.size(part); ++row) body(row);
+        });
+    }
+
+    void gather(const Instruction& i, int64_t rows) const {
+        const int64_t* index = i.variant ? batch_.positions : batch_.tokens;
+        const auto* table = static_cast<const float*>(i.first);
+        each_row(rows, i.out.width, [&](int64_t row) { copy(table + index[row] * i.out.width, i.out, row); });
+    }
+
+    void combine(const Instruction& i, int64_t rows) const {
+        switch (i.variant) {
+            case kAdd: return combine(i, rows, [](F16 a, F16 b) { return a + b; });
+            case kSubtract: return combine(i, rows, [](F16 a, F16 b) { return a - b; });
+            case kMultiply: return combine(i, rows, [](F16 a, F16 b) { return a * b; });
+            case kDivide: return combine(i, rows, [](F16 a, F16 b) { return a / b; });
+        }
+    }
+
+    template <class Function>
+    void combine(const Instruction& i, int64_t rows, const Function& function) const {
+        const F16 number = broadcast(i.number);
+        each_row(rows, i.out.width, [&](int64_t row) {
+            const float* a = at(i.a, row);
+            const float* b = i.other == kRows ? at(i.b, row) : static_cast<const float*>(i.first);
+            float* out = at(i.out, row);
+            if (i.other == kNumber)
+                combine(a, a, out, i.out.width, [&](F16 x, F16) { return function(x, number); });
+            else
+                combine(a, b, out, i.out.width, function);
+        });
+    }
+
+    template <class Function>
+    static void combine(const float* a, const float* b, float* out, int64_t width, const Function& function) {
+        for (int64_t j = 0; j < width; j += 16) {
+            const int count = static_cast<int>(std::min<int64_t>(16, width - j));
+            store(out + j, function(load(a + j, count), load(b + j, count)), count);
+        }
+    }
+
+    void linear(const Instruction& i) const {
+        LinearArguments arguments = *static_cast<const LinearArguments*>(i.first);
+        const auto* places = static_cast<const LayerPlaces*>(i.second);
+        LinearLayer layers[kMostLayers];
+        for (int64_t n = 0; n < arguments.layer_count; ++n) {
+            layers[n] = arguments.layers[n];
+            layers[n].out = at(places[n].out, 0);
+            layers[n].residual = places[n].residual.width ? at(places[n].residual, 0) : nullptr;
+        }
+        arguments.x = at(i.a, 0);
+        arguments.layers = layers;
+        arguments.rows = batch_.rows[i.a.phase];
+        arguments.threads = batch_.threads;
+        pellucid_fused_linear(&arguments);
+    }
+
+    void normalize(const Instruction& i, int64_t rows) const {
+        const int64_t count = i.out.width / i.size;
+        const auto call = [&](const float* x, float* out, int64_t times, int threads) {
+            const auto *weight = static_cast<const float*>(i.first), *bias = static_cast<const float*>(i.second);
+            if (i.variant == kRmsNorm)
+                pellucid_rms_norm(x, weight, out, times, i.size, i.number, threads);
+            else
+                pellucid_layer_norm(x, weight, bias, out, times, i.size, i.number, threads);
+        };
+        if (i.a.width == i.a.stride && i.out.width == i.out.stride)
+            return call(at(i.a, 0), at(i.out, 0), rows * count, batch_.threads);
+        each_row(rows, i.out.width, [&](int64_t row) { call(at(i.a, row), at(i.out, row), count, 1); });
+    }
+
+    void activate(const Instruction& i, int64_t rows) const {
+        const auto call = reinterpret_cast<ActivateCall>(reinterpret_cast<intptr_t>(i.call));
+        each_row(rows, 8 * i.out.width, [&](int64_t row) { call(at(i.a, row), at(i.out, row), i.out.width, 1); });
+    }
+
+    int32_t attention(const Instruction& i, int64_t rows) const {
+        Arguments a = *static_cast<const Arguments*>(i.first);
+        a.q = at(i.a, 0);
+        a.k = i.variant ? at(i.b, 0) : nullptr;
+        a.v = i.variant ? at(i.c, 0) : nullptr;
+        a.out = at(i.out, 0);
+        a.q_stride = i.a.stride;
+        a.k_stride = i.b.stride;
+        a.v_stride = i.c.stride;
+        a.rows = rows;
+        a.row_sequence = batch_.row_sequence;
+        a.positions = batch_.positions32;
+        a.block_tables = batch_.block_tables;
+        a.sequences = batch_.sequences;
+        a.table_width = batch_.table_width;
+        a.window = batch_.windows[i.window];
+        if (i.other) {
+            a.sinks = batch_.sinks;
+            a.sink_query_positions = batch_.sink_query_positions;
+        }
+        if (i.rotary >= 0) {
+            a.cos = batch_.angles[i.rotary].cos;
+            a.sin = batch_.angles[i.rotary].sin;
+            a.rotary_positions = batch_.angles[i.rotary].positions;
+        }
+        a.threads = batch_.threads;
+        return pellucid_paged_attention(&a);
+    }
+
+    const Batch& batch_;
+};
+
+}  // namespace
+}  // namespace pellucid
+
+// Returns the attention's Status; anything but kOk stops the step there.
+extern "C" int32_t pellucid_run_plan(const pellucid::Instruction* instructions, int64_t count,
+                                     const pellucid::Batch* batch) {
+    const pellucid::Step step(*batch);
+    for (int64_t i = 0; i < count; ++i)
+        if (const int32_t status = step.run(instructions[i]); status != pellucid::kOk) return status;
+    return pellucid::kOk;
+}

@@ -1,0 +1,177 @@
+// Integer formats of linear weights. See linear.cpp for what a format is.
+//
+// Activations become whole numbers a, -127 to 127, with one scale for every group of a row. Products within a group
+// are summed exactly, so their order does not matter; groups are added up in float32 in ascending order. There is no
+// fused multiply-add in it, and so every CPU gives the same bits.
+//
+//   int8  w = s (q - 128), q from 1 to 255, s for each output; groups of 64
+//         panel: q [K / 4][32][4], then s float32 [32]
+//   int4  w = s q + m, q from 0 to 15, s and m for each output and group; groups of 32
+//         panel, for each group: s, m half [2][32], then q [4][32][4], a byte's low half for inputs 8 i to 8 i + 3 and
+//         its high half for 8 i + 4 to 8 i + 7
+//
+// K is padded to whole groups, with activations of 0. So that weights can be unsigned, sums begin at -128 times the sum
+// of a (int8), and m is multiplied by the sum of a (int4).
+#pragma once
+
+#include "integers.h"
+#include "linear_formats.h"
+
+namespace pellucid {
+namespace {
+
+// A group of activations: value = scale a.
+template <int Size, class Correction>
+struct ActivationGroup {
+    Activation values[Size];
+    float scale;
+    Correction correction;
+};
+
+// Quantizes count <= Size numbers, returns the sum of a. Where one is not finite the scale is NaN, and all the row's
+// results will be; numbers below 2^-100 count as 0.
+template <int Size, class Correction>
+PELLUCID_INLINE int32_t quantize_group(const float* x, int64_t count, ActivationGroup<Size, Correction>& group) {
+    float padded[Size] = {};
+    std::memcpy(padded, x, count * sizeof *x);
+    uint32_t largest = 0;  // as integers, absolute values are in the same order, and NaN is above all
+    for (int i = 0; i < Size; ++i) largest = std::max(largest, std::bit_cast<uint32_t>(padded[i]) & 0x7fffffff);
+    const float bound = std::bit_cast<float>(largest);
+    const bool finite = largest < 0x7f800000;
+    const bool any = finite && bound >= 0x1p-100f;
+    const float inverse = any ? 127.0f / bound : 0.0f;
+    group.scale = any ? bound / 127.0f : finite ? 0.0f : std::bit_cast<float>(0x7fc00000);
+    int8_t rounded[Size];
+    int32_t sum = 0;
+    for (int i = 0; i < Size; ++i) {
+        const float value = any ? padded[i] * inverse : 0.0f;
+        const auto whole = static_cast<int32_t>((value + 0x1.8p23f) - 0x1.8p23f);
+        rounded[i] = static_cast<int8_t>(whole);
+        sum += whole;
+    }
+    for (int i = 0; i < Size; i += 4) store_four(group.values + i, rounded + i);
+    return sum;
+}
+
+// Row r of a group's sums starts at `value`.
+template <int Rows, int Vectors>
+PELLUCID_INLINE void begin(I16 (&c)[Rows][Vectors], int r, int32_t value) {
+#pragma GCC unroll 4
+    for (int v = 0; v < Vectors; ++v) c[r][v] = broadcast_integer(value);
+}
+
+// c[r][v] += four weights of each column times activations k to k + 3 of row r's group.
+template <int Rows, int Vectors, class Left>
+PELLUCID_INLINE void add_products(const Left* x, int64_t x_stride, int k, const Bytes (&weights)[Vectors],
+                                  I16 (&c)[Rows][Vectors]) {
+#pragma GCC unroll 16
+    for (int r = 0; r < Rows; ++r) {
+        const Four four = load_four(x[r * x_stride].values + k);
+#pragma GCC unroll 4
+        for (int v = 0; v < Vectors; ++v) c[r][v] = dot(weights[v], four, c[r][v]);
+    }
+}
+
+struct Int8Format {
+    static constexpr int kGroup = 64;
+    using Left = ActivationGroup<kGroup, int32_t>;
+    static constexpr int kRows = kIntegerTileRows, kWideRows = kWideIntegerTileRows;
+    static constexpr bool kTakesFloats = false;
+
+    static int64_t left_per_row(int64_t inputs) { return divide_up(inputs, kGroup); }
+    static int64_t panel_bytes(int64_t inputs) { return left_per_row(inputs) * kGroup * kPanel + kPanel * 4; }
+    static void prepare(const float* x, int64_t inputs, Left* row) {
+        for (int64_t k = 0; k < inputs; k += kGroup, ++row)
+            row->correction = -128 * quantize_group(x + k, std::min<int64_t>(kGroup, inputs - k), *row);
+    }
+
+    template <int Rows, int Vectors>
+    static PELLUCID_INLINE void multiply(const Left* x, int64_t x_stride, const std::byte* panel, int64_t panel_bytes,
+                                         int64_t inputs, F16 (&sums)[Rows][Vectors]) {
+        const int64_t groups = left_per_row(inputs);
+        for (int64_t g = 0; g < groups; ++g) {
+            I16 c[Rows][Vectors];
+#pragma GCC unroll 16
+            for (int r = 0; r < Rows; ++r) begin(c, r, x[r * x_stride + g].correction);
+#pragma GCC unroll 4
+            for (int k = 0; k < kGroup / 4; ++k) {
+                Bytes weights[Vectors];
+#pragma GCC unroll 4
+                for (int v = 0; v < Vectors; ++v) {
+                    const int64_t step = g * (kGroup / 4) + k;
+                    weights[v] = load_bytes(vector_of<uint8_t>(panel, panel_bytes, v, (step * kPanel + v % 2 * 16) * 4));
+                }
+                add_products<Rows, Vectors>(x + g, x_stride, 4 * k, weights, c);
+            }
+#pragma GCC unroll 16
+            for (int r = 0; r < Rows; ++r) {
+                const F16 scale = broadcast(x[r * x_stride + g].scale);
+#pragma GCC unroll 4
+                for (int v = 0; v < Vectors; ++v) sums[r][v] = sums[r][v] + to_float(c[r][v]) * scale;
+            }
+        }
+#pragma GCC unroll 4
+        for (int v = 0; v < Vectors; ++v) {
+            const int64_t scales = groups * kGroup * kPanel / 4;
+            const F16 scale = load(vector_of<float>(panel, panel_bytes, v, scales + v % 2 * 16));
+#pragma GCC unroll 16
+            for (int r = 0; r < Rows; ++r) sums[r][v] = sums[r][v] * scale;
+        }
+    }
+};
+
+struct Int4Format {
+    static constexpr int kGroup = 32;
+    using Left = ActivationGroup<kGroup, float>;
+    static constexpr int kRows = std::max(kIntegerTileRows - 1, 1), kWideRows = std::max(kWideIntegerTileRows - 1, 1);
+    static constexpr bool kTakesFloats = false;
+    static constexpr int kAhead = 2048;  // bytes to prefetch, where few rows leave it to memory how long it takes
+    static constexpr int64_t kScaleBytes = 2 * kPanel * 2, kGroupBytes = kScaleBytes + kGroup * kPanel / 2;
+
+    static int64_t left_per_row(int64_t inputs) { return divide_up(inputs, kGroup); }
+    static int64_t panel_bytes(int64_t inputs) { return left_per_row(inputs) * kGroupBytes; }
+    static void prepare(const float* x, int64_t inputs, Left* row) {
+        for (int64_t k = 0; k < inputs; k += kGroup, ++row) {
+            const int32_t sum = quantize_group(x + k, std::min<int64_t>(kGroup, inputs - k), *row);
+            row->correction = row->scale * static_cast<float>(sum);
+        }
+    }
+
+    template <int Rows, int Vectors>
+    static PELLUCID_INLINE void multiply(const Left* x, int64_t x_stride, const std::byte* panel, int64_t panel_bytes,
+                                         int64_t inputs, F16 (&sums)[Rows][Vectors]) {
+        const int64_t groups = left_per_row(inputs);
+        for (int64_t g = 0; g < groups; ++g, panel += kGroupBytes) {
+            I16 c[Rows][Vectors];
+#pragma GCC unroll 16
+            for (int r = 0; r < Rows; ++r) begin(c, r, 0);
+#pragma GCC unroll 4
+            for (int k = 0; k < kGroup / 8; ++k) {
+                Bytes low[Vectors], high[Vectors];
+#pragma GCC unroll 4
+                for (int v = 0; v < Vectors; ++v) {
+                    const int64_t offset = kScaleBytes + (k * kPanel + v % 2 * 16) * 4;
+                    const auto* weights = vector_of<uint8_t>(panel, panel_bytes, v, offset);
+                    load_nibbles(weights, low[v], high[v]);
+                    if (Rows <= kWideRows) prefetch(weights + kAhead);
+                }
+                add_products<Rows, Vectors>(x + g, x_stride, 8 * k, low, c);
+                add_products<Rows, Vectors>(x + g, x_stride, 8 * k + 4, high, c);
+            }
+#pragma GCC unroll 4
+            for (int v = 0; v < Vectors; ++v) {
+                const half* scales = vector_of<half>(panel, panel_bytes, v, v % 2 * 16);
+                const F16 scale = load(scales), minimum = load(scales + kPanel);
+#pragma GCC unroll 16
+                for (int r = 0; r < Rows; ++r) {
+                    const Left& left = x[r * x_stride + g];
+                    const F16 product = to_float(c[r][v]) * broadcast(left.scale) * scale;
+                    sums[r][v] = sums[r][v] + (product + minimum * broadcast(left.correction));
+                }
+            }
+        }
+    }
+};
+
+}  // namespace
+}  // namespace pellucid

@@ -1,0 +1,307 @@
+"""A recorded program computes what the module computes, to the last bit, however it is fused and laid out."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, get_args
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from pellucid_model.config import DecoderConfig
+from pellucid_model.contract import Attend, AttentionOptions, Rotary
+from pellucid_model.gathered import Gathered
+from pellucid_model.kernels import NativeKernels, RotaryTables, accelerate, library
+from pellucid_model.kernels.interface import WeightFormat
+from pellucid_model.kernels.plan import NotRecordable, Plan, PlanBatch, Program, fuse, record
+from pellucid_model.kernels.plan.program import Combine, Copy, Operand, writes
+from pellucid_testing.checkpoints import tiny_config, tiny_model
+
+VARIANTS = library.supported_variants()
+needs_kernels = pytest.mark.skipif(not VARIANTS, reason="no compiled kernels")
+BLOCK, BLOCKS = 8, 32
+
+
+class Paged(Attend):
+    """`attend` over a paged cache for one batch, and the cache itself."""
+
+    def __init__(self, kernels: NativeKernels, shapes: Sequence[tuple[int, int]], dtype: torch.dtype) -> None:
+        self.kernels = kernels
+        self.layers: list[tuple[Tensor, Tensor]] = []
+        """A layer without a shape of its own has its predecessor's cache."""
+        for heads, dim in shapes:
+            if not heads:
+                self.layers.append(self.layers[-1])
+                continue
+            keys, values = (torch.zeros(BLOCKS, heads, BLOCK, dim, dtype=dtype) for _ in "kv")
+            self.layers.append((keys, values))
+        self.batch: PlanBatch | None = None
+
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        options: AttentionOptions,
+        kv_from: int | None,
+    ) -> Tensor:
+        if self.batch is None:
+            raise RuntimeError("there is no batch")
+        rotary, window = options.rotary, options.window
+        cos, sin = RotaryTables(rotary).table(BLOCK * BLOCKS) if rotary else (None, None)
+        keys, values = self.layers[layer]
+        return self.kernels.paged_attention(
+            q,
+            k,
+            v,
+            keys,
+            values,
+            row_sequence=self.batch.row_sequence,
+            positions=self.batch.positions32,
+            block_tables=self.batch.block_tables,
+            scale=options.scale,
+            cos=cos,
+            sin=sin,
+            interleaved=rotary is not None and rotary.interleaved,
+            alibi_slopes=options.alibi_slopes,
+            distance_bias=options.distance_bias,
+            window=None if window is None else torch.full((2,), window, dtype=torch.int32),
+            softcap=options.softcap,
+        )
+
+    def gathered(self, *args: Any, **options: Any) -> Gathered:
+        raise NotImplementedError
+
+
+def batch_of(plan: Plan, starts: Sequence[int], counts: Sequence[int]) -> PlanBatch:
+    """The next tokens of two sequences, each with a half of the cache; the last row of each is sampled."""
+    positions = torch.cat([torch.arange(start, start + count) for start, count in zip(starts, counts, strict=True)])
+    rows = torch.repeat_interleave(torch.arange(2, dtype=torch.int32), torch.tensor(counts))
+    return PlanBatch(
+        tokens=(7 * positions + 3 * rows) % 50,
+        positions=positions,
+        positions32=positions.int(),
+        row_sequence=rows,
+        block_tables=torch.arange(BLOCKS, dtype=torch.int32).view(2, -1),
+        sampled_rows=torch.tensor(counts).cumsum(0) - 1,
+        windows=[None if each is None else torch.full((2,), each, dtype=torch.int32) for each in plan.windows],
+        angles=[RotaryTables(each).table(BLOCK * BLOCKS) for each in plan.rotaries],
+    )
+
+
+STEPS = (((0, 0), (9, 3)), ((9, 3), (5, 1)), ((14, 4), (1, 1)), ((15, 5), (1, 30)))
+"""(starts, counts): prefill, a chunk beside a decode, two decodes, a decode beside a prompt's rest."""
+
+
+def assert_same(module: nn.Module, shapes: Sequence[tuple[int, int]], format: WeightFormat, *, fused: bool) -> Program:
+    """Run the steps through the module and through its plan, each with a cache of its own; return the program."""
+    kernels = NativeKernels(VARIANTS[0])
+    module = module.float().eval()
+    accelerate(module, kernels, format)
+    dtype = torch.float32 if format == "float32" else torch.bfloat16
+    program = record(module, module)  # type: ignore[arg-type]
+    by_module, by_plan = Paged(kernels, shapes, dtype), Paged(kernels, shapes, dtype)
+    if fused:
+        fuse(program)
+    plan = Plan(program, kernels, by_plan.layers)
+    with torch.inference_mode():
+        for starts, counts in STEPS:
+            batch = by_module.batch = batch_of(plan, starts, counts)
+            hidden = module.forward(batch.tokens, batch.positions, by_module)
+            expected = module.logits(hidden.index_select(0, batch.sampled_rows))  # type: ignore[operator]
+            assert torch.equal(plan.run(batch), expected)
+    assert all(torch.equal(a, b) for a, b in zip(flat(by_module), flat(by_plan), strict=True))
+    return program
+
+
+def flat(paged: Paged) -> list[Tensor]:
+    return [tensor for layer in paged.layers for tensor in layer]
+
+
+@needs_kernels
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"position": "learned", "norm_placement": "post", "activation": "gelu"},
+        {"position": "sinusoidal", "embedding_scale": 6.5, "tied_head": True},
+        {"position": "alibi", "norm": "rmsnorm", "activation": "swiglu", "mlp_bias": False, "attention_bias": False},
+        {"norm": "rmsnorm", "activation": "geglu_tanh", "d_ff": 75, "attention_output_bias": False},
+        {"rotary_fraction": 0.5, "rotary_interleaved": True, "windows": (5, None), "attention_softcap": 3.0},
+    ],
+    ids=str,
+)
+def test_decoders(changes: dict[str, Any], fused: bool) -> None:
+    config: DecoderConfig = tiny_config(**changes)
+    shapes = [(config.kv_heads, config.head_dim)] * config.layers
+    for format in get_args(WeightFormat):
+        program = assert_same(tiny_model(config), shapes, format, fused=fused)
+        kinds = Counter(type(each).__name__ for each in program.instructions)
+        assert kinds["Copy"] == 0
+        if fused:
+            # Query, key and value; output; gate and up; down: with what stands before and after them.
+            assert kinds["Linear"] == 4 * config.layers + 1
+            assert kinds["Activate"] == 0
+            pre = config.norm_placement == "pre"
+            assert kinds["Normalize"] == (0 if pre else 2 * config.layers - 1)  # the last one goes into the head
+            assert kinds["Combine"] == config.position.startswith("sinus") + (config.embedding_scale != 1) + (
+                config.position == "learned"
+            )
+
+
+class Odd(nn.Module):
+    """What a user might write: one fused projection, heads normalised, views, a residual in place, a cat, a scale."""
+
+    position_scheme = "rotary"
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.qkv, self.out = nn.Embedding(50, 24), nn.Linear(24, 3 * 32), nn.Linear(32, 24)
+        self.key_norm, self.norm, self.head = nn.RMSNorm(8), nn.LayerNorm(24, bias=False), nn.Linear(48, 50)
+        self.gain = nn.Parameter(torch.randn(24))
+        self.rotary = Rotary.from_base(8, 100.0)
+
+    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        x = self.embedding(tokens) / 3
+        q, k, v = self.qkv(self.norm(x) * self.gain).view(-1, 3, 4, 8).unbind(1)
+        x += self.out(attend(0, q, self.key_norm(k), v, rotary=self.rotary, scale=0.5).flatten(1))
+        return torch.cat((x, self.embedding(tokens) - x), dim=-1)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        logits: Tensor = self.head(hidden) * 0.25
+        return logits
+
+
+@needs_kernels
+@pytest.mark.parametrize("fused", [False, True])
+def test_modules_of_ones_own(fused: bool) -> None:
+    assert_same(Odd(), [(4, 8)], "float32", fused=fused)
+
+
+class Shared(Odd):
+    """A second layer that reads the first one's keys, with a bias by distance; two branches and a residual."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.out2 = nn.Linear(24, 32), nn.Linear(32, 24)
+        self.up, self.gelu, self.down = nn.Linear(24, 50), nn.GELU(), nn.Linear(50, 24)
+        self.bias = nn.Parameter(torch.randn(4, 6))
+
+    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        x = self.embedding(tokens)
+        h = self.norm(x)
+        q, k, v = self.qkv(h).view(-1, 3, 4, 8).unbind(1)
+        x = x + self.out(attend(0, q, k, v).flatten(1)) + self.down(self.gelu(self.up(h)))
+        mixed = attend(1, self.query(x).view(-1, 4, 8), kv_from=0, distance_bias=self.bias.detach())
+        return torch.cat((x - self.out2(mixed.flatten(1)), x), dim=1)
+
+
+@needs_kernels
+@pytest.mark.parametrize("fused", [False, True])
+def test_shared_caches_and_parallel_branches(fused: bool) -> None:
+    program = assert_same(Shared(), [(4, 8), (0, 0)], "bfloat16", fused=fused)
+    if fused:  # both sums go into layers; the difference and the factor of the logits do not
+        assert [each.kind for each in program.instructions if isinstance(each, Combine)] == ["subtract", "multiply"]
+
+
+class Rewritten(Odd):
+    """Values that are read after what they were made of has been overwritten: nothing may move past that."""
+
+    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        x = self.embedding(tokens)
+        before = self.norm(x)
+        made = self.out(torch.cat((x, x[:, :8]), dim=1))
+        x *= 2
+        x += 1
+        q, k, v = self.qkv(before).view(-1, 3, 4, 8).unbind(1)
+        x += made
+        return torch.cat((x + self.out(attend(0, q, k, v).flatten(1)), before), dim=1)
+
+
+@needs_kernels
+@pytest.mark.parametrize("fused", [False, True])
+def test_nothing_moves_past_what_it_depends_on(fused: bool) -> None:
+    assert_same(Rewritten(), [(4, 8)], "float32", fused=fused)
+
+
+@needs_kernels
+def test_more_rows_of_the_same_step() -> None:
+    """Prompts are scored by the logits of all their rows, after those that are sampled."""
+    kernels, model = NativeKernels(VARIANTS[0]), tiny_model()
+    accelerate(model, kernels, "float32")
+    program = record(model, model)
+    fuse(program)
+    plan = Plan(program, kernels, Paged(kernels, [(2, 12)] * 2, torch.float32).layers)
+    batch = batch_of(plan, (0, 0), (9, 3))
+    sampled = plan.run(batch)
+    everything = plan.more_logits(batch, torch.arange(12))
+    assert torch.equal(everything[batch.sampled_rows], sampled)
+    assert plan.run(replace(batch, sampled_rows=torch.empty(0, dtype=torch.int64))).shape == (0, sampled.shape[1])
+
+
+class Refused(Odd):
+    """Odd, with one thing that cannot be recorded."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what = what
+
+    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        x = super().forward(tokens, positions, attend)
+        match self.what:
+            case "operator":
+                return torch.sin(x)
+            case "value":
+                return x * 2 if x[0, 0] > 0 else x
+            case "rows":
+                return x * len(tokens)
+            case "mix":
+                return x + x.sum(0)
+            case "transposed":
+                return (x.view(-1, 2, 24).transpose(1, 2) + 1).flatten(1)
+            case "positions":
+                return x + positions[:, None]
+        raise AssertionError(self.what)
+
+
+@needs_kernels
+@pytest.mark.parametrize("what", ["operator", "value", "rows", "mix", "transposed", "positions"])
+def test_what_cannot_be_recorded_says_so(what: str) -> None:
+    model = Refused(what)
+    accelerate(model, NativeKernels(VARIANTS[0]), "float32")
+    with pytest.raises(NotRecordable, match=r"it |what the module"):
+        record(model, model)  # type: ignore[arg-type]
+    assert torch.is_tensor(model.norm(torch.zeros(1, 24)))  # its layers are as they were
+
+
+@given(st.lists(st.tuples(st.integers(1, 70), st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=12))
+def test_buffers_that_live_together_lie_apart(buffers: list[tuple[int, int, int]]) -> None:
+    program = Program()
+    lives = []
+    for width, a, b in buffers:
+        lives.append((min(a, b), max(a, b), program.new_buffer(width, "tokens")))
+    for moment in range(10):
+        for first, last, buffer in lives:
+            if moment in (first, last):
+                operand = Operand(buffer, 0, program.widths[buffer])
+                program.instructions.append(Copy(operand, operand))
+    places, arenas = program.places()
+    spans = []
+    for _, _, buffer in lives:
+        when = [index for index, each in enumerate(program.instructions) if writes(each)[0].buffer == buffer]
+        spans.append((when[0], when[-1], buffer))
+    for first, last, buffer in spans:
+        assert places[buffer] % 16 == 0
+        assert places[buffer] + program.widths[buffer] <= arenas["tokens"]
+        for first2, last2, other in spans:
+            if other != buffer and first <= last2 and first2 <= last:
+                begin, end = places[buffer], places[buffer] + program.widths[buffer]
+                assert end <= places[other] or places[other] + program.widths[other] <= begin
