@@ -39,6 +39,11 @@ class LoadOptions:
     model: str | None
     ignore_eos: bool
     temperature: float | None
+    tls: bool
+    ca_certificate: str | None
+    certificate: str | None
+    key: str | None
+    token_file: str | None
     arrivals: str
     rate: float
     burstiness: float
@@ -110,6 +115,10 @@ def _chosen(name: str, default: str, choices: tuple[str, ...], text: str) -> Fla
     return Flag(name, default, optional(parse) if default == "" else parse, text, choices=choices)
 
 
+def yes_or_no(text: str) -> bool:
+    return one_of("yes", "no")(text) == "yes"
+
+
 _MILLISECONDS = optional(number(0.001, 1e9))
 _DAY = 86_400.0
 
@@ -130,11 +139,18 @@ FLAGS = (
     Flag(
         "ignore-eos",
         "yes",
-        lambda text: one_of("yes", "no")(text) == "yes",
+        yes_or_no,
         "yes: every answer has its full length; no: answers end where the model ends them",
         choices=("yes", "no"),
     ),
     Flag("temperature", "", optional(number(0, 100)), "sampling temperature; empty: the server's", "X"),
+    Flag("tls", "no", yes_or_no, "yes: encrypt, and check the server's certificate", choices=("yes", "no")),
+    Flag(
+        "ca-certificate", "", optional(str), "PEM file of authorities to check it against; empty: the system's", "FILE"
+    ),
+    Flag("certificate", "", optional(str), "PEM file of a client certificate, for servers that want one", "FILE"),
+    Flag("key", "", optional(str), "PEM file of its private key", "FILE"),
+    Flag("token-file", "", optional(str), "file whose first line is a bearer token, for servers that want one", "FILE"),
     _chosen(
         "arrivals",
         CLOSED,

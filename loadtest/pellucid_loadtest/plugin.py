@@ -118,7 +118,7 @@ class Conductor:
         host = self._environment.host
         if not host or "/" in host:
             raise ValueError(f"--host: {host or ''!r} is not HOST:PORT, such as 127.0.0.1:50051")
-        channel = UserChannel(host)
+        channel = UserChannel(host, options)
         try:
             target = channel.target(options.model)
         finally:

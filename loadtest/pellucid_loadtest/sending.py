@@ -19,6 +19,7 @@ from pellucid.v1 import (
     server_pb2,
     server_pb2_grpc,
 )
+from pellucid_client._security import call_metadata, channel_credentials, read_token
 from pellucid_client.errors import error_from_rpc
 from pellucid_loadtest.options import OVERFLOW, LoadOptions
 from pellucid_loadtest.workloads import ModelShape, Request
@@ -55,14 +56,19 @@ class Failure:
 
 
 class UserChannel:
-    """The connection of one user."""
+    """The connection of one user. Raises ValueError for files that TLS or the token cannot be had from."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, security: LoadOptions | None = None) -> None:
         loopback = address.startswith(("127.", "localhost:", "[::1]:"))
         # A proxy from the environment cannot reach our loopback.
         options = [*_OPTIONS, ("grpc.enable_http_proxy", 0)] if loopback else list(_OPTIONS)
         self.address = address
-        self._channel = grpc.insecure_channel(address, options)
+        credentials, self.metadata = _security(security)
+        self._channel = (
+            grpc.insecure_channel(address, options)
+            if credentials is None
+            else grpc.secure_channel(address, credentials, options)
+        )
         self.inference = inference_pb2_grpc.InferenceServiceStub(self._channel)
 
     def connect(self) -> None:
@@ -75,7 +81,7 @@ class UserChannel:
         try:
             server = self._server_info(wait=False)
             listed = model_pb2_grpc.ModelServiceStub(self._channel).ListModels(
-                model_pb2.ListModelsRequest(), timeout=CONNECT_SECONDS
+                model_pb2.ListModelsRequest(), timeout=CONNECT_SECONDS, metadata=self.metadata
             )
         except grpc.RpcError as error:
             raise TargetError(f"no Pellucid server to test: {error_from_rpc(error, self.address)}") from None
@@ -94,9 +100,23 @@ class UserChannel:
         stub = server_pb2_grpc.ServerServiceStub(self._channel)
         request = server_pb2.GetServerInfoRequest()
         info: server_pb2.GetServerInfoResponse = stub.GetServerInfo(
-            request, timeout=CONNECT_SECONDS, wait_for_ready=wait
+            request, timeout=CONNECT_SECONDS, wait_for_ready=wait, metadata=self.metadata
         )
         return info
+
+
+def _security(options: LoadOptions | None) -> tuple[grpc.ChannelCredentials | None, tuple[tuple[str, str], ...]]:
+    """None: plain text; and what goes with every call."""
+    if options is None:
+        return None, ()
+    credentials = channel_credentials(
+        None,
+        tls=options.tls,
+        ca_certificate=options.ca_certificate,
+        certificate=options.certificate,
+        key=options.key,
+    )
+    return credentials, call_metadata((), None if options.token_file is None else read_token(options.token_file))
 
 
 def _shape(model: model_pb2.Model) -> ModelShape:

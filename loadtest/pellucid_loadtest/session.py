@@ -116,7 +116,8 @@ class Session:
         try:
             message = generate_request(work.request, self.model.name, self.options)
             sent = now()
-            call = channel.inference.Generate(message, timeout=self.options.request_timeout)
+            timeout, metadata = self.options.request_timeout, channel.metadata
+            call = channel.inference.Generate(message, timeout=timeout, metadata=metadata)
             self._live.add(call)
             for response in call:
                 if count := sum(len(output.token_ids) for output in response.outputs):

@@ -28,7 +28,7 @@ class GenerateUser(User):
     """Of the run in progress, the same for all users; None: there is nothing to do."""
 
     def on_start(self) -> None:
-        self._channel = UserChannel(str(self.host))
+        self._channel = UserChannel(str(self.host), None if self.session is None else self.session.options)
         if self.session is not None:
             self.session.enter()
             self._channel.connect()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import socket
 import subprocess
@@ -27,6 +28,7 @@ from pellucid.v1 import (
     server_pb2,
     server_pb2_grpc,
 )
+from pellucid_testing.certificates import Authority
 from pellucid_testing.checkpoints import tiny_checkpoint
 from pellucid_testing.server import ServerProcess, serve
 
@@ -114,6 +116,20 @@ def test_closed_loop(server: ServerProcess, tmp_path: Path) -> None:
     assert "PASSED" in outcome.output
     assert "Generate/ttft" in outcome.output, "Locust's own table has the rows, too"
     assert (next(tmp_path.glob("*/report.html"))).read_text(encoding="utf-8").startswith("<!doctype html>")
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed")
+def test_a_server_that_wants_a_certificate_and_a_token(checkpoint: Path, tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    own, client, tokens = authority.issue("server"), authority.issue("client"), tmp_path / "tokens"
+    tokens.write_text("some.token-1==\n")
+    flags = ["--tls-certificate", own.certificate, "--tls-key", own.key, "--tls-client-ca", authority.certificate]
+    with serve(checkpoint, *map(str, flags), "--auth-token-file", str(tokens)) as server:
+        keys = ["--ca-certificate", authority.certificate, "--certificate", client.certificate, "--key", client.key]
+        run_for = ("-t", "1s", "-u", "1", "--warm-up", "0")
+        outcome = run(tmp_path, server.address, *run_for, *map(str, keys), "--token-file", str(tokens))
+    assert outcome.code == 0, outcome.output
+    assert outcome.report["requests"]["ok"] > 0
 
 
 def test_open_loop_by_two_processes(server: ServerProcess, tmp_path: Path) -> None:
