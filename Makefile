@@ -2,10 +2,10 @@
 #
 #   PYTHON=/path/to/python3   which Python makes .venv (default: the first one of 3.11 or newer)
 #   TORCH_INDEX=URL           one more package index for torch, such as PyTorch's CPU builds (see README)
-#   ARGS="..."                passed on to `pellucid serve`, pytest or the load test
+#   ARGS="..."                passed on to `pellucid serve`, pytest, the load test, the benchmark or the soak
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test load check proto clean
+.PHONY: help setup serve test load bench soak check proto clean
 
 ARGS ?=
 TORCH_INDEX ?=
@@ -54,6 +54,12 @@ test: setup ## Run all tests; ARGS="tests/clients -k name"
 
 load: setup ## Load-test a server of its own for 30 s; ARGS="--workload chat --slo-ttft 200"
 	@exec $(BIN)/python loadtest/run.py $(ARGS)
+
+bench: setup ## Measure speed and memory; ARGS="--model smollm2 --engine pellucid:int8 --engine llama.cpp:q8_0"
+	@exec $(BIN)/python loadtest/bench.py $(ARGS)
+
+soak: setup ## 20,000 random requests in a crowd, each compared with itself alone; ARGS="--requests 2000"
+	@PYTHONPATH=tests/support exec $(BIN)/python -m pellucid_testing.soak $(ARGS)
 
 check: setup $(PROTO_VENV)/.ready ## Lint, types, formatting, and that generated code is up to date
 	$(BIN)/ruff check

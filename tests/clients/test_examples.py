@@ -40,8 +40,9 @@ def lines_of(command: Sequence[str | Path], *arguments: str) -> list[str]:
 
 
 def test_all_of_them_are_here() -> None:
-    # The custom model has tests of its own: tests/end_to_end/test_custom_model.py.
-    assert {path.name for path in EXAMPLES.iterdir()} - {"__pycache__"} == TESTED | {"README.md", "custom_model"}
+    # Modules have tests of their own: tests/end_to_end/test_custom_model.py and test_adopted_model.py.
+    models = {"custom_model", "adopted"}
+    assert {path.name for path in EXAMPLES.iterdir()} - {"__pycache__"} == TESTED | models | {"README.md"}
     text = (EXAMPLES / "README.md").read_text(encoding="utf-8")
     assert all(name in text for name in TESTED)
 
