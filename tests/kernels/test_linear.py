@@ -131,11 +131,15 @@ def test_bfloat16_rounding_of_activations(native: NativeKernels) -> None:
     assert torch.equal(out, expected)
 
 
+@pytest.mark.parametrize("format", FORMATS)
+def test_no_rows(kernels: Kernels, format: WeightFormat) -> None:
+    assert kernels.linear(torch.empty(0, 5), kernels.pack_linear(random(3, 5), None, format)).shape == (0, 3)
+
+
 def test_shapes(kernels: Kernels) -> None:
     packed = kernels.pack_linear(random(3, 5), random(3), "float32")
     assert kernels.linear(random(2, 4, 5), packed).shape == (2, 4, 3)
     assert kernels.linear(random(5), packed).shape == (3,)
-    assert kernels.linear(torch.empty(0, 5), packed).shape == (0, 3)
     strided = random(5, 7).T
     assert torch.equal(kernels.linear(strided, packed), kernels.linear(strided.contiguous(), packed))
     with pytest.raises(ValueError, match="x must be"):

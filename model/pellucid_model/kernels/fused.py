@@ -2,7 +2,7 @@
 
     norm of x             once, for all layers that read it, and so is the rounding of x to bfloat16 or whole numbers
     several layers        query, key and value of the same x share one round of threads
-    gate and activation   activation(gate(x)) * layer(x), or activation(layer(x))
+    gate and activation   activation(gate(x)) * layer(x); without a gate activation(layer(x))
     residual              added last
 
 What is fused saves memory traffic and rounds of threads, most where rows are few or layers small.
@@ -62,7 +62,7 @@ class Norm:
 
 @dataclass(frozen=True, eq=False)
 class FusedLayer:
-    """One layer and what follows it. A residual and an activation without a gate do not go together."""
+    """One layer and what follows it."""
 
     packed: PackedLinear
     gate: PackedLinear | None = None
@@ -107,8 +107,6 @@ def _check(layer: FusedLayer, inputs: int, format: WeightFormat) -> None:
         raise ValueError("a gate must have its layer's shape and format")
     if gate is not None and layer.activation is None:
         raise ValueError("a gate needs an activation")
-    if layer.residual is not None and layer.activation is not None and gate is None:
-        raise ValueError("a residual cannot follow an activation that has no gate")
 
 
 def _compile(layer: FusedLayer, out: Tensor) -> LinearLayer:

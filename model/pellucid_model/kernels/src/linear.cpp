@@ -37,7 +37,7 @@ private:
         if constexpr (Format::kTakesFloats)
             if (a_.norm == kNoNorm) return a_.x;
         Left* left = scratch<Left, kPreparedRows>(a_.rows * stride_);
-        const EvenParts parts(a_.rows, divide_up(a_.rows, 4 * threads));
+        const EvenParts parts(a_.rows, std::max<int64_t>(1, divide_up(a_.rows, 4 * threads)));
         for_each_unit(useful_threads(threads, a_.rows * a_.inputs * 4), parts.count, [&](int64_t part, int) {
             for (int64_t row = parts.begin(part); row < parts.begin(part) + parts.size(part); ++row)
                 Format::prepare(normalised(a_.x + row * a_.inputs), a_.inputs, left + row * stride_);
@@ -58,55 +58,66 @@ private:
     void multiply(int threads) const {
         const EvenParts tiles(a_.rows, Format::kRows);
         const int64_t row_parts = std::clamp<int64_t>(a_.rows / Format::kRows / 8, 1, 8);
-        std::vector<Span> spans;  // panels of one layer, for all of the rows or a part of them
-        for (int64_t i = 0; i < a_.layer_count; ++i) cut(a_.layers[i], panels_per_span(a_.layers[i], threads), spans);
+        std::vector<Span> spans;
+        for (int64_t i = 0; i < a_.layer_count; ++i) cut(a_.layers[i], threads, spans);
         for_each_unit(threads, static_cast<int64_t>(spans.size()) * row_parts, [&](int64_t unit, int) {
             const Span& span = spans[unit / row_parts];
             const int64_t part = unit % row_parts;
             for (int64_t t = tiles.count * part / row_parts; t < tiles.count * (part + 1) / row_parts; ++t)
-                block(*span.layer, tiles.begin(t), tiles.size(t), span.first, span.last);
+                for (int i = 0; i < span.pass_count; ++i) block(span.passes[i], tiles.begin(t), tiles.size(t), span);
         });
     }
 
+    // Panels [first, last) of a layer, for all rows or a part of them.
     struct Span {
-        const LinearLayer* layer;
+        Pass passes[2];
+        int pass_count;
         int64_t first, last;
     };
 
-    static void cut(const LinearLayer& layer, int64_t panels_per_span, std::vector<Span>& spans) {
-        const int64_t panels = divide_up(layer.outputs, kPanel);
-        for (int64_t first = 0; first < panels; first += panels_per_span)
-            spans.push_back({&layer, first, std::min(first + panels_per_span, panels)});
+    void cut(const LinearLayer& layer, int threads, std::vector<Span>& spans) const {
+        const int64_t outputs = layer.outputs;
+        const Pass gate{layer.gate_weight, layer.gate_bias, nullptr, layer.out, outputs, layer.activation, false};
+        Pass own{layer.weight, layer.bias, layer.residual, layer.out, outputs, layer.activation, false};
+        Span span{{own}, 1, 0, 0};
+        if (layer.gate_weight) {
+            own.activation = kNoActivation;
+            own.gated = true;
+            span = {{gate, own}, 2, 0, 0};
+        }
+        const int64_t panels = divide_up(outputs, kPanel);
+        const int64_t most = panels_per_span(panels, span.pass_count, threads);
+        for (; span.first < panels; span.first = span.last) {
+            span.last = std::min(span.first + most, panels);
+            spans.push_back(span);
+        }
     }
 
     // A long run from memory where weights are used once; what the L2 cache holds where many row tiles use them again.
-    int64_t panels_per_span(const LinearLayer& layer, int threads) const {
-        const int64_t bytes = a_.rows <= Format::kRows ? 64 << 10 : 512 << 10;
-        const int64_t balanced = divide_up(divide_up(layer.outputs, kPanel), 2 * threads);
-        return std::max<int64_t>(1, std::min(bytes / (panel_bytes_ * (layer.gate_weight ? 2 : 1)), balanced));
+    int64_t panels_per_span(int64_t panels, int passes, int threads) const {
+        const int64_t bytes = a_.rows <= Format::kRows ? 128 << 10 : (512 << 10) / passes;
+        return std::clamp<int64_t>(bytes / panel_bytes_, 1, divide_up(panels, 2 * threads));
     }
 
-    // Rows [row, row + count) by panels [first, last). Few rows take two panels at once, to keep the multipliers busy.
-    void block(const LinearLayer& layer, int64_t row, int64_t count, int64_t first, int64_t last) const {
-        int64_t panel = first;
+    // Rows [row, row + count). Few rows take two panels at once, to keep the multipliers busy.
+    void block(const Pass& pass, int64_t row, int64_t count, const Span& span) const {
+        int64_t panel = span.first;
         if (count <= Format::kWideRows)
             with_rows<Format::kWideRows>(count, [&](auto height) {
-                for (; panel + 2 <= last; panel += 2) tile<height, 4>(layer, row, panel);
+                for (; panel + 2 <= span.last; panel += 2) tile<height, 4>(pass, row, panel);
             });
         with_rows<Format::kRows>(count, [&](auto height) {
-            for (; panel < last; ++panel) tile<height, 2>(layer, row, panel);
+            for (; panel < span.last; ++panel) tile<height, 2>(pass, row, panel);
         });
     }
 
     template <int Rows, int Vectors>
-    void tile(const LinearLayer& layer, int64_t row, int64_t panel) const {
+    void tile(const Pass& pass, int64_t row, int64_t panel) const {
         constexpr int kColumns = Vectors * 16;
-        alignas(64) float sums[Rows * kColumns], gates[Rows * kColumns];
-        product<Rows, Vectors>(layer.weight, row, panel, sums);
-        if (layer.gate_weight) product<Rows, Vectors>(layer.gate_weight, row, panel, gates);
+        alignas(64) float sums[Rows * kColumns];
+        product<Rows, Vectors>(pass.weight, row, panel, sums);
         const int64_t column = panel * kPanel;
-        const TilePlace place{row, Rows, column, std::min<int64_t>(kColumns, layer.outputs - column)};
-        finish(layer, place, sums, layer.gate_weight ? gates : nullptr, kColumns);
+        finish(pass, {row, Rows, column, std::min<int64_t>(kColumns, pass.outputs - column)}, sums, kColumns);
     }
 
     // out [Rows, Vectors * 16]

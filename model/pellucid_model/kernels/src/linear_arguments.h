@@ -9,13 +9,13 @@ enum WeightFormat : int32_t { kFloat32, kBfloat16, kInt8, kInt4 };
 enum Norm : int32_t { kNoNorm, kRmsNorm, kLayerNorm };
 enum ActivationKind : int32_t { kNoActivation, kRelu, kGelu, kGeluTanh, kSilu };
 
-// residual + activation(y) with y = weight x + bias; with a gate residual + activation(gate_weight x + gate_bias) y.
+// y = weight x + bias; then activation(y), or with a gate activation(gate_weight x + gate_bias) y; then residual + that.
 struct LinearLayer {
     const void* weight;
-    const float* bias;  // [outputs] or null
+    const float* bias;        // [outputs] or null
     const void* gate_weight;  // of the same shape, or null
     const float* gate_bias;
-    const float* residual;  // [rows, outputs] or null; may be `out`
+    const float* residual;  // [rows, outputs] or null; may be `out` where there is no gate
     float* out;             // [rows, outputs]
     int64_t outputs;
     int32_t activation;  // of the gate where there is one

@@ -23,8 +23,8 @@ struct Normalizer {
     double logprob(float logit) const { return std::max(kLowest, (double{logit} - highest) - log_sum); }
 };
 
-// exp(x) for x <= 0 to about 1e-15 of it, in operations that compilers vectorise. Below -700 it is that of -700, next to
-// nothing beside the 1 of the highest logit.
+// exp(x) for x <= 0 to about 1e-15 of it, in operations that compilers vectorise. Below -700 it is that of -700, next
+// to nothing beside the 1 of the highest logit.
 inline double exp_of_negative(double x) {
     constexpr double kShift = 0x1.8p52;  // what is added to this is rounded to an integer, in the last bits of the sum
     constexpr double kLn2High = 0x1.62e42fefa3800p-1, kLn2Low = 0x1.ef35793c76730p-45;
@@ -33,7 +33,8 @@ inline double exp_of_negative(double x) {
     const double n = shifted - kShift;
     const double r = (x - n * kLn2High) - n * kLn2Low;  // exp(x) = 2^n exp(r), |r| <= ln 2 / 2
     double sum = 1.0 / 479001600;                       // Taylor's series up to r^12
-    for (const double factorial : {39916800.0, 3628800.0, 362880.0, 40320.0, 5040.0, 720.0, 120.0, 24.0, 6.0, 2.0, 1.0, 1.0})
+    for (const double factorial :
+         {39916800.0, 3628800.0, 362880.0, 40320.0, 5040.0, 720.0, 120.0, 24.0, 6.0, 2.0, 1.0, 1.0})
         sum = sum * r + 1.0 / factorial;
     return std::bit_cast<double>(std::bit_cast<int64_t>(sum) + (std::bit_cast<int64_t>(shifted) << 52));
 }

@@ -114,7 +114,7 @@ void penalize(const Row& r, std::vector<float>& logits) {
     });
 }
 
-// Steps 1 to 3. Impossible logits stay what they are under biases and penalties, so the order of the two does not matter.
+// Steps 1 to 3. Impossible logits stay what they are under biases and penalties, so they may be set first.
 const float* change_logits(const float* row, int64_t vocab, const Row& settings, const int32_t* banned_ids,
                            Scratch& s) {
     copy_allowed(row, vocab, settings, s.logits);
@@ -189,8 +189,8 @@ uint64_t total_weight(const Scratch& s) { return std::accumulate(s.weights.begin
 
 using Place = std::pair<double, uint32_t>;  // Ids are ordered by this; the lowest comes first.
 
-// Keeps the shortest beginning, in the order of place_of(id, z), that holds `share` of the weight. Weights are summed in
-// buckets of distance_of(z), in [0, -kWeightless], which follows the same order; so only the bucket in which the sum
+// Keeps the shortest beginning, in the order of place_of(id, z), that holds `share` of the weight. Weights are summed
+// in buckets of distance_of(z), in [0, -kWeightless], which follows the same order; so only the bucket in which the sum
 // reaches its mark is sorted. Ids have been weighed.
 template <class DistanceOf, class PlaceOf>
 void keep_share(double share, Scratch& s, const DistanceOf& distance_of, const PlaceOf& place_of) {

@@ -1,4 +1,5 @@
-// Rows of logits: whether they make sense, and the order of their ids: the highest logit first, of equal ones the lowest id.
+// Rows of logits: whether they make sense, and the order of their ids: the highest logit first, of equal ones the
+// lowest id.
 #pragma once
 
 #include <algorithm>
