@@ -76,7 +76,9 @@ class Interception(TorchFunctionMode):
         if k.shape[-2] != rows or v.shape[-2] != rows:
             raise ModelError(f"attention {layer} gets k {list(k.shape)} for {rows} tokens: only self-attention serves")
         q, k, v = (x.reshape(-1, rows, x.shape[-1]).transpose(0, 1) for x in (q, k, v))  # [T, H, D]
-        return self._attend(layer, q, k, v, scale=scale).transpose(0, 1).reshape(*shape[:-1], v.shape[-1])
+        with torch._C.DisableTorchFunction():  # what attend itself computes is not the module's
+            mixed = self._attend(layer, q, k, v, scale=scale)
+        return mixed.transpose(0, 1).reshape(*shape[:-1], v.shape[-1])
 
     def _is_weight(self, x: Tensor) -> bool:
         """A weight may have as many columns as there are rows by chance."""

@@ -41,7 +41,9 @@ def try_out(module: nn.Module, source: str, scheme: PositionScheme, context_leng
         calls = record_calls(model)
         vocab_size = _one_token(model)
         _keeps_no_state(module)
-        _tokens_meet_in_attend_alone(model, vocab_size, context_length or 2)
+        _tokens_meet_in_attend_alone(model, vocab_size, context_length or 3)
+        if context_length is not None:
+            _reaches_its_context(model, context_length)
         notices, scheme = _declares_the_truth(model, scheme, calls, vocab_size, context_length or 8)
     except ModelError as error:
         raise ModelError(f"{source}: {error}") from None
@@ -50,11 +52,16 @@ def try_out(module: nn.Module, source: str, scheme: PositionScheme, context_leng
     return Trial(vocab_size, scheme, notices)
 
 
-def _run(model: DecoderModel, sequences: Sequence[Sequence[int]], first_position: int = 0) -> Tensor:
-    """hidden [T, d_model] of whole sequences."""
+def _run(
+    model: DecoderModel, sequences: Sequence[Sequence[int]], first_position: int = 0, *, backwards: bool = False
+) -> Tensor:
+    """hidden [T, d_model] of whole sequences; backwards: the rows of each lie from its last token to its first."""
     lengths = [len(tokens) for tokens in sequences]
     positions = torch.cat([torch.arange(first_position, first_position + length) for length in lengths])
     tokens = torch.tensor([token for tokens in sequences for token in tokens])
+    if backwards:
+        rows = torch.cat([part.flip(0) for part in torch.arange(len(tokens)).split(lengths)])
+        tokens, positions = tokens[rows], positions[rows]
     return model.forward(tokens, positions, ReferenceAttend(lengths, positions))
 
 
@@ -93,9 +100,10 @@ def _keeps_no_state(module: nn.Module) -> None:
 def _tokens_meet_in_attend_alone(model: DecoderModel, vocab_size: int, context_length: int) -> None:
     """In the ragged batch a token's neighbour may belong to somebody else, and its place says nothing of its position.
 
-    Two sequences side by side must be what each is alone.
+    Two sequences side by side must be what each is alone; and a sequence the same where its rows lie backwards, which
+    shows rotations by counting: side by side they turn all of a sequence alike.
     """
-    one, two = [vocab_size - 1], [0, vocab_size // 2][: min(2, context_length)]
+    one, two = [vocab_size - 1], [0, vocab_size // 2, vocab_size - 1][: min(3, context_length)]
     together = _run(model, [one, two])
     if len(together) != 1 + len(two):
         raise ModelError(f"forward gives {_shape(together)} for {1 + len(two)} tokens, not one row for each; {_GUIDE}")
@@ -104,6 +112,20 @@ def _tokens_meet_in_attend_alone(model: DecoderModel, vocab_size: int, context_l
             "two sequences in one batch are not what each is alone: tokens meet outside attend, or positions are made "
             f"by counting instead of taken from `positions`; {_GUIDE}"
         )
+    if _differ(_run(model, [two], backwards=True).flip(0), _run(model, [two])):
+        raise ModelError(
+            "a token's place in the batch changes what it gives: positions, such as those of a rotation, are made by "
+            f"counting instead of taken from `positions`; {_GUIDE}"
+        )
+
+
+def _reaches_its_context(model: DecoderModel, context_length: int) -> None:
+    try:
+        _run(model, [[0]], context_length - 1)
+    except Exception as error:
+        raise ModelError(
+            f"context_length = {context_length}, but at position {context_length - 1} forward fails: {one_line(error)}"
+        ) from error
 
 
 def _declares_the_truth(

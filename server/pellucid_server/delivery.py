@@ -1,18 +1,24 @@
 """The buffer between a request's progress and its stream: what has arrived since the last write, sequence by sequence.
 
 Tokens come in from the engine's reader, which never waits; the stream's writer takes everything at once when it can
-write. So a slow reader gets fewer, larger messages, and the buffer tells when it is too slow.
+write, up to what fits into a message. So a slow reader gets fewer, larger messages, and the buffer tells when it is too
+slow.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from dataclasses import dataclass, field
 
 from pellucid_server.ends import End
 from pellucid_server.engine.messages import TokenLogprob
 
+MAX_MESSAGE_BYTES = 16 * 2**20
+"""Of one message, in either direction."""
+FULL_BYTES = MAX_MESSAGE_BYTES // 4
+"""Of a batch to which nothing more is added: byte counts are rough, and the prompt may have news for the first message."""
 TOKEN_BYTES = 4
 LOGPROB_BYTES = 24
 """Of a log-probability with its token, roughly; and of each alternative."""
@@ -79,6 +85,8 @@ class Outbox:
     def __init__(self, rules: DeliveryRules, patience: Patience = DEFAULT_PATIENCE) -> None:
         self._rules = rules
         self._patience = patience
+        self._full: deque[Batch] = deque()
+        """Older than what pends, and complete."""
         self._pending = Batch()
         self._held = False
         self._first_sent = False
@@ -102,6 +110,9 @@ class Outbox:
         if text and self._rules.with_text:
             output.texts.append(text)
             pending.byte_count += len(text.encode())
+        if pending.byte_count >= FULL_BYTES and not self._rules.final_only:
+            self._full.append(pending)
+            self._pending = Batch()
         self._wake_if_due()
 
     def end(self, index: int, end: End, token_count: int) -> None:
@@ -129,14 +140,22 @@ class Outbox:
         await self._ready.wait()
 
     def take(self) -> Batch:
-        """Everything that pends. The write of it begins now and lasts until `written`."""
-        batch, self._pending = self._pending, Batch()
+        """What pends, or as much of it as goes into a message. The write of it begins now and lasts until `written`."""
+        if self._full:
+            batch = self._full.popleft()
+        else:
+            batch, self._pending = self._pending, Batch()
         self._first_sent = True
-        if not self._closed:
+        if not (self._closed or self._is_due()):
             self._ready.clear()
         self._write_began = time.monotonic()
         self._writer = asyncio.current_task()
         return batch
+
+    @property
+    def has_more(self) -> bool:
+        """Whether something pends."""
+        return bool(self._full or self._pending.outputs)
 
     def written(self) -> None:
         self._write_began = None
@@ -148,9 +167,14 @@ class Outbox:
 
     def is_stalled(self, now: float) -> bool:
         """Whether the reader is so slow that the request should end."""
-        if self._write_began is None:
+        if self._write_began is None or not now - self._write_began > self._patience.seconds:
             return False
-        return self._pending.byte_count > self._patience.bytes and now - self._write_began > self._patience.seconds
+        return sum(batch.byte_count for batch in (*self._full, self._pending)) > self._patience.bytes
+
+    @property
+    def is_overfull(self) -> bool:
+        """Whether the one message that is to carry everything is too large by now, however small its parts turn out."""
+        return self._rules.final_only and self._pending.byte_count > 4 * MAX_MESSAGE_BYTES
 
     def _wake_if_due(self) -> None:
         if self._is_due():
@@ -158,7 +182,11 @@ class Outbox:
 
     def _is_due(self) -> bool:
         pending = self._pending
-        if self._rules.final_only or self._held or not (pending.token_count or pending.has_end):
+        if self._rules.final_only or self._held:
+            return False
+        if self._full:
+            return True
+        if not (pending.token_count or pending.has_end):
             return False
         if not self._first_sent or pending.has_end:
             return True

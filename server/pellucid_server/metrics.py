@@ -27,7 +27,7 @@ STEP_BUCKETS = tuple(2**e for e in range(15))
 SLIDING_POLICIES = ("roll", "reencode")
 FINISH_REASONS = (
     *("eos", "stop_token", "stop_string", "max_new_tokens", "context_full", "time_limit", "cancelled"),
-    *("constraint_done", "no_token"),
+    *("constraint_done", "no_token", "request_too_large"),
     *("client_cancelled", "deadline", "slow_consumer", "engine_down", "non_finite_logits", "shutdown", "engine_error"),
 )
 REJECTION_REASONS = (

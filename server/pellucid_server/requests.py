@@ -251,6 +251,9 @@ class RequestTable:
         elif request.outbox.is_stalled(time.monotonic()):
             self.fail(request, errors.SlowConsumer("the stream was not read for too long while output piled up"))
             request.outbox.interrupt()
+        elif request.outbox.is_overfull:
+            message = "the output does not fit into one message; ask for less, or for incremental delivery"
+            self.fail(request, errors.RequestTooLarge(message))
 
     def _engine_finished(self, request: LiveRequest, sequence: LiveSequence, finished: Finished, at: float) -> None:
         """The engine has ended a sequence and knows no more of it."""

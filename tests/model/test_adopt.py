@@ -205,6 +205,16 @@ def test_attention_of_torch_is_caught(kind: type[AdoptedModule]) -> None:
     assert try_out(module, "x", "absolute", N).vocab_size == VOCAB
 
 
+def test_what_attend_computes_itself_is_not_caught() -> None:
+    """The reference writes its attention out too, and must be asked once a layer."""
+    module, positions = randomized(AdoptedTorch({})), torch.arange(5)
+    attend = ReferenceAttend([5], positions, record=True)
+    with torch.no_grad():
+        module.forward(positions, positions, attend)
+    assert attend.maps is not None
+    assert {layer: len(maps) for layer, maps in attend.maps.items()} == {0: 1, 1: 1}
+
+
 @pytest.mark.parametrize("layer", [WrittenOut, Added, Chosen, Einsum, HeadByHead, Batched])
 def test_attention_that_is_written_out_is_caught(layer: type[nn.Module]) -> None:
     module = adopted(layer)

@@ -124,6 +124,16 @@ def test_tied_tensors_and_the_prefixes_of_wrappers(tmp_path: Path) -> None:
         ),
         ("return x + attend", "return x.cumsum(0) + attend", "tokens meet outside attend"),
         ("return x + attend", "return x + torch.arange(len(x))[:, None] + attend", "made by counting"),
+        (
+            "attend(0, *[self.mix(x)[:, None]] * 3)",
+            "attend(0, *[turn(self.mix(x) / 9)[:, None]] * 2, self.mix(x)[:, None])",
+            "such as those of a rotation, are made by counting",
+        ),
+        (
+            "        x = self.tokens(tokens)\n",
+            "        x = self.tokens(tokens) + torch.ones(5, 1)[positions]\n",
+            "context_length = 9, but at position 8 forward fails: IndexError",
+        ),
         ("return x + attend", "return torch.rand_like(x) + attend", "something else the second time"),
         (
             "        x = self.tokens(tokens)\n",
@@ -153,6 +163,15 @@ def test_what_does_not_fit_is_named(tmp_path: Path, old: str, new: str, says: st
             "        self.mix",
             "        self.register_buffer('last', torch.zeros(1), persistent=False)\n        self.mix",
         )
+    if "turn(" in new:
+        code += """
+def turn(x):
+    angles = torch.arange(len(x))[:, None] * torch.tensor([1.0, 0.1, 0.01, 0.001])
+    a, b = x.chunk(2, -1)
+    return torch.cat([a * angles.cos() - b * angles.sin(), a * angles.sin() + b * angles.cos()], -1)
+"""
+    if "context_length = 9" in says:
+        code = code.replace("class Small(nn.Module):", "class Small(nn.Module):\n    context_length = 9")
     if "further on" in says:
         code = code.replace("class Small(nn.Module):", "class Small(nn.Module):\n    position_scheme = 'none'")
     folder, source = small(tmp_path, code)

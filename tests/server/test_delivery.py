@@ -5,7 +5,16 @@ from __future__ import annotations
 import asyncio
 import time
 
-from pellucid_server.delivery import Batch, DeliveryRules, Outbox, Patience
+from pellucid_server.delivery import (
+    FULL_BYTES,
+    LOGPROB_BYTES,
+    MAX_MESSAGE_BYTES,
+    TOKEN_BYTES,
+    Batch,
+    DeliveryRules,
+    Outbox,
+    Patience,
+)
 from pellucid_server.ends import End
 from pellucid_server.engine.messages import TokenLogprob
 
@@ -66,6 +75,45 @@ async def test_final_only_waits_for_the_end() -> None:
     outbox.close()
     assert is_due(outbox)
     assert texts(outbox.take()) == ["a"]
+
+
+async def test_what_a_message_cannot_hold_goes_into_several() -> None:
+    """A reader that stops for a while gets all that has gathered in one message, which is too large to be sent."""
+    outbox = Outbox(DeliveryRules(min_tokens=200), Patience(seconds=5, bytes=2 * FULL_BYTES))
+    entry = TokenLogprob(1, -1.0, 1, ((1, -1.0, 1),) * 999)
+    to_full = -(-FULL_BYTES // (1000 * LOGPROB_BYTES + TOKEN_BYTES))
+    outbox.add(0, "")
+    outbox.take()
+    for place in range(1, 2 * to_full + 2):
+        outbox.add(place, "", index=place % 2, logprob=entry)
+    outbox.add(None, "rest", index=0)
+    outbox.end(0, End("eos", 0.0), to_full)
+    assert not outbox.is_stalled(time.monotonic() + 4)
+    assert outbox.is_stalled(time.monotonic() + 6)
+    seen: list[int] = []
+    for count, more in ((to_full, True), (to_full, True), (1, False)):
+        assert is_due(outbox)
+        batch = outbox.take()
+        assert (batch.token_count, batch.has_end, outbox.has_more) == (count, not more, more)
+        assert batch.byte_count <= FULL_BYTES + 1000 * LOGPROB_BYTES + TOKEN_BYTES
+        seen += token_ids(batch)
+    assert sorted(seen) == list(range(1, 2 * to_full + 2))
+    assert not is_due(outbox)
+    assert texts(batch) == ["rest"]
+
+
+async def test_what_must_go_in_one_message_and_cannot_is_told_before_the_end() -> None:
+    """An answer that is to come in one message grows without a bound, and cannot be sent in the end."""
+    entry = TokenLogprob(1, -1.0, 1, ((1, -1.0, 1),) * 999)
+    adds = 4 * MAX_MESSAGE_BYTES // (1000 * LOGPROB_BYTES + TOKEN_BYTES)
+    final, incremental = Outbox(DeliveryRules(final_only=True)), Outbox(DeliveryRules())
+    for outbox in (final, incremental):
+        for _ in range(adds):
+            outbox.add(1, "", logprob=entry)
+        assert not outbox.is_overfull
+        outbox.add(1, "", logprob=entry)
+    assert final.is_overfull
+    assert not incremental.is_overfull
 
 
 async def test_what_is_left_out_makes_no_message_after_the_first() -> None:

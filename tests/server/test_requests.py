@@ -11,7 +11,14 @@ import pytest
 from pellucid.v1.inference_pb2 import FinishReason
 from pellucid_model.tokenizers import CharacterTokenizer
 from pellucid_server import errors
-from pellucid_server.delivery import DEFAULT_PATIENCE, DeliveryRules, Patience
+from pellucid_server.delivery import (
+    DEFAULT_PATIENCE,
+    LOGPROB_BYTES,
+    MAX_MESSAGE_BYTES,
+    TOKEN_BYTES,
+    DeliveryRules,
+    Patience,
+)
 from pellucid_server.engine.messages import (
     Abort,
     Finished,
@@ -293,6 +300,23 @@ async def test_a_reader_that_does_not_read_ends_its_request_alone() -> None:
     assert bench.finished() == {"slow_consumer": 1}
     with pytest.raises(asyncio.CancelledError):
         await writer
+
+
+async def test_an_output_beyond_one_message_ends_a_request_that_wants_it_in_one() -> None:
+    """The answer grows for as long as the request may run, and cannot be sent in the end."""
+    bench = Bench()
+    request = bench.table.admit("r", DeliveryRules(final_only=True), deadline=None, time_limit=None)
+    plan = Plan([1, 2, 3], 3, 0, Sampling(0.0, 0, 1.0, 0.0, 7), 10_000, 0, [2], [], 20_000)
+    bench.table.start(request, plan, lambda: None)
+    entry = TokenLogprob(5, -1.0, 1, ((1, -1.0, 1),) * 9999)
+    steps = 0
+    while request.end is None and steps < 1000:
+        bench.step(Progress(request.key, 5, None, time.monotonic(), 0, logprob=entry))
+        steps += 1
+    assert steps == 4 * MAX_MESSAGE_BYTES // (10_000 * LOGPROB_BYTES + TOKEN_BYTES) + 1
+    assert isinstance(request.end and request.end.error, errors.RequestTooLarge)
+    assert bench.engine.aborted == [request.key]
+    assert bench.finished() == {"request_too_large": 1}
 
 
 async def take_and_never_write(request: LiveRequest) -> None:

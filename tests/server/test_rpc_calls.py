@@ -12,6 +12,7 @@ import grpc
 import pytest
 
 from pellucid.v1 import server_pb2
+from pellucid_server.delivery import MAX_MESSAGE_BYTES
 from pellucid_server.errors import QueueFull
 from pellucid_server.logs import LOGGER, JsonFormatter
 from pellucid_server.metrics import Metrics
@@ -65,7 +66,16 @@ async def channel(metrics: Metrics) -> AsyncIterator[grpc.aio.Channel]:
         await call.send(server_pb2.GetLoadResponse())
         await asyncio.Event().wait()
 
+    async def large(message: server_pb2.GetLoadRequest, call: Call) -> server_pb2.GetServerInfoResponse:
+        return server_pb2.GetServerInfoResponse(version="x" * MAX_MESSAGE_BYTES)
+
+    async def grows_large(raw: bytes, call: Call) -> None:
+        await call.send(server_pb2.GetServerInfoResponse(version="x"))
+        await call.send(server_pb2.GetServerInfoResponse(version="x" * MAX_MESSAGE_BYTES))
+
     methods = {
+        "Large": calls.unary("Large", server_pb2.GetLoadRequest, large),
+        "GrowsLarge": calls.stream("GrowsLarge", grows_large),
         "Broken": calls.unary("Broken", server_pb2.GetLoadRequest, broken),
         "Full": calls.unary("Full", server_pb2.GetLoadRequest, full),
         "Midway": calls.stream("Midway", breaks_midway),
@@ -128,6 +138,22 @@ async def test_our_own_errors_carry_their_details(channel: grpc.aio.Channel, met
     assert found.trailers["x-pellucid-instance"] == "instance"
     assert len(found.trailers["x-request-id"]) == 16
     assert counted(metrics, "Full", "RESOURCE_EXHAUSTED") == 1
+    assert [event for event in log.events if event["level"] != "debug"] == []
+
+
+async def test_an_answer_beyond_the_limit_is_an_error_of_ours(
+    channel: grpc.aio.Channel, metrics: Metrics, log: Log
+) -> None:
+    """gRPC itself refuses to send it: its status has no reason, and the server counts another one."""
+    unary: Any = channel.unary_unary("/test.Test/Large")
+    stream: Any = channel.unary_stream("/test.Test/GrowsLarge")
+    call = stream(b"")
+    await call.read()
+    for method, failed in (("Large", unary(b"")), ("GrowsLarge", call.read())):
+        found = await fails(failed)
+        assert (found.code, found.reason) == ("RESOURCE_EXHAUSTED", "REQUEST_TOO_LARGE")
+        assert f"bytes in one message, which may have {MAX_MESSAGE_BYTES}" in found.message
+        assert counted(metrics, method, "RESOURCE_EXHAUSTED") == 1
     assert [event for event in log.events if event["level"] != "debug"] == []
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from pellucid.v1 import inference_pb2, inference_pb2_grpc
 from pellucid_model.tokenizers import CharacterTokenizer, Tokenizer, load_tokenizer
-from pellucid_testing.calls import GENERATE, Failure, failure, generate, request
+from pellucid_testing.calls import GENERATE, Failure, collect, failure, generate, request
 from pellucid_testing.checkpoints import tiny_checkpoint
 from pellucid_testing.server import ServerProcess, serve
 
@@ -173,6 +173,22 @@ def test_prompts_beyond_context_or_cache(channel: grpc.Channel) -> None:
     assert large.retry_after is None
     full = generate(channel, [5] * CACHE, stopping={"max_new_tokens": 0})
     assert full.usage.prompt_token_count == CACHE
+
+
+def test_what_can_never_fit_holds_nobody_up(channel: grpc.Channel) -> None:
+    """A request larger than the whole cache waits for ever at the head of the queue, and everybody behind it."""
+    stub = inference_pb2_grpc.InferenceServiceStub(channel)
+    short: dict[str, Any] = {"sampling": GREEDY, "stopping": {"max_new_tokens": 30, "ignore_eos": True}}
+    alone = generate(channel, "abc", **short).token_ids
+    calls = []
+    for length in (CACHE + 1, CONTEXT - 1) * 3:
+        assert refused(channel, [5] * length).reason == "REQUEST_TOO_LARGE"
+        calls.append(stub.Generate(request("abc", **short), timeout=20))
+    # One that fits at first, and outgrows the cache, ends there; it does not push itself out for ever.
+    outgrown = stub.Generate(request([5] * 20, stopping={"max_new_tokens": 1000, "ignore_eos": True}), timeout=20)
+    assert [collect(call).token_ids for call in calls] == [alone] * 6
+    answer = collect(outgrown)
+    assert (answer.reason, len(answer.token_ids)) == ("context_full", CACHE - 20)
 
 
 def test_truncation_on_request(channel: grpc.Channel) -> None:

@@ -236,17 +236,29 @@ def test_none_of_this_is_worth_a_line_in_the_log(server: ServerProcess) -> None:
     assert server.other_lines == []
 
 
-def test_pings_every_second_are_welcome(server: ServerProcess) -> None:
+def test_pings_every_second_are_welcome(tmp_path: Path) -> None:
+    """The server's default of five minutes between pings ends in a GOAWAY that kills long, silent streams."""
+    (tmp_path / "config.json").write_text(json.dumps({}))
+    script = Script(lives=str(tmp_path / "lives"), step_seconds=0.01, token_pause_after=3)
     options = [
         ("grpc.keepalive_time_ms", 1000),
         ("grpc.keepalive_timeout_ms", 1000),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
     ]
-    channel = server.channel(options)
-    assert generate(channel, stopping={"max_new_tokens": 1}).reason == "max_new_tokens"
-    states: list[grpc.ChannelConnectivity] = []
-    channel.subscribe(states.append)
-    time.sleep(4.5)
-    assert generate(channel, stopping={"max_new_tokens": 1}).reason == "max_new_tokens"
-    assert set(states) == {grpc.ChannelConnectivity.READY}
+    with serve(tmp_path, program=script.program()) as server:
+        idle, silent = server.channel(options), server.channel(options)
+        states: list[grpc.ChannelConnectivity] = []
+        for channel in (idle, silent):
+            assert generate(channel, [5], stopping={"max_new_tokens": 1}).reason == "max_new_tokens"
+            channel.subscribe(states.append)
+        stub = inference_pb2_grpc.InferenceServiceStub(silent)
+        stream = stub.Generate(request([5], request_id="silent", stopping=LONG), timeout=20)
+        messages = [next(stream)]
+        time.sleep(4.5)
+        for channel in (idle, silent):
+            assert generate(channel, [5], stopping={"max_new_tokens": 1}).reason == "max_new_tokens"
+        inference_pb2_grpc.InferenceServiceStub(idle).Cancel(inference_pb2.CancelRequest(request_id="silent"))
+        answer = collect([*messages, *stream])
+        assert (answer.reason, len(answer.token_ids)) == ("cancelled", 3)
+        assert set(states) == {grpc.ChannelConnectivity.READY}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import signal
 import socket
@@ -36,6 +37,8 @@ def main() -> int:
             loaded = load(configure)
             engine = Engine(loaded, configure)
             seconds = engine.warm_up()
+            gc.collect()
+            gc.freeze()  # what is there now stays; going through torch's modules again and again would cost whole steps
         except (ModelError, ValueError) as error:
             connection.send(StartFailed(str(error)))
             return 1

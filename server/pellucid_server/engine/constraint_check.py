@@ -10,6 +10,7 @@ On its pipes there is one line of JSON each way: a Constraint, then why it canno
 
 from __future__ import annotations
 
+import atexit
 import functools
 import resource
 import signal
@@ -24,6 +25,8 @@ from pellucid_server.engine.messages import Constraint
 
 MAX_SECONDS = 2
 """Of processor time that a constraint may take to compile."""
+MAX_WAIT = 60
+"""Seconds, on a machine so busy that it gets no processor."""
 MAX_MEMORY = 1 << 30
 """Bytes of address space of the process that compiles, its interpreter included."""
 REMEMBERED = 256
@@ -58,6 +61,13 @@ class _Checker:
                 answer = f"takes more than {MAX_SECONDS} s or {MAX_MEMORY >> 20} MiB to compile; make it simpler"
         return answer
 
+    def close(self) -> None:
+        """End the process, if there is one."""
+        with self._lock:
+            if self._process is not None:
+                _end(self._process)
+                self._process = None
+
 
 def _start() -> subprocess.Popen[bytes]:
     command = [sys.executable, "-P", "-m", "pellucid_server.engine.constraint_check"]
@@ -69,19 +79,28 @@ def _ask(process: subprocess.Popen[bytes], line: bytes) -> str | None:
     """The process's answer; None where it has died."""
     if process.stdin is None or process.stdout is None:
         raise RuntimeError("the constraint checker has no pipes")
+    patience = threading.Timer(MAX_WAIT, process.kill)
+    patience.start()
     try:
         process.stdin.write(line)
         answer = process.stdout.readline()
     except BrokenPipeError:
         answer = b""
+    finally:
+        patience.cancel()
     if answer.endswith(b"\n"):
         return msgspec.json.decode(answer, type=str)
-    process.kill()
-    process.communicate()
+    _end(process)
     return None
 
 
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.communicate()
+
+
 _checker = _Checker()
+atexit.register(_checker.close)
 
 
 class _Bytes:

@@ -17,6 +17,7 @@ from pellucid_model.errors import CheckpointError, ModelError
 from pellucid_model.gguf import is_gguf, read_header
 from pellucid_model.kernels import Kernels, WeightFormat, accelerate, library, select_kernels, weight_bytes
 from pellucid_model.servable import load_servable
+from pellucid_model.user_module import one_line
 from pellucid_model.weight_files import find_weight_files
 from pellucid_server.engine.cache import (
     KVCache,
@@ -85,7 +86,13 @@ def load(configure: Configure) -> Loaded:
     pool = BlockPool(blocks, block_size)
     invariant = kernels.batch_invariant
     if servable.custom and invariant:
-        invariant = seems_invariant(runner, pool, vocab_size, context_length)
+        try:
+            invariant = seems_invariant(runner, pool, vocab_size, context_length)
+        except Exception as error:
+            raise ModelError(
+                f"{configure.module} fails in steps of several sequences, of up to {context_length} tokens each: "
+                f"{one_line(error)}; see docs/add-your-model.md"
+            ) from error
     ready = Ready(
         vocab_size=vocab_size,
         parameters=parameters,

@@ -17,7 +17,8 @@ from urllib.parse import quote
 import grpc
 from google.protobuf.message import Message
 
-from pellucid_server.errors import DeadlineExceeded, InternalError, ServeError
+from pellucid_server.delivery import MAX_MESSAGE_BYTES
+from pellucid_server.errors import DeadlineExceeded, InternalError, RequestTooLarge, ServeError
 from pellucid_server.logs import LOGGER, log
 from pellucid_server.metrics import Metrics
 from pellucid_server.requests import is_expired
@@ -57,13 +58,15 @@ class Call:
 
     async def send(self, message: Message) -> None:
         """Writes one message of a stream, the response headers before the first: from then on no retry is automatic."""
+        raw = _serialized(message)
         await self._begin()
-        await self._context.write(message.SerializeToString())
+        await self._context.write(raw)
 
     async def reply(self, message: Message) -> bytes:
         """The answer of a unary call."""
+        raw = _serialized(message)
         await self._begin()
-        return message.SerializeToString()
+        return raw
 
     async def fail(self, error: ServeError) -> None:
         """Ends the call with the error's status; raises, as gRPC's abort does."""
@@ -172,6 +175,17 @@ class Calls:
     def _log_refusal(self, method: str, call: Call, error: ServeError) -> None:
         level = logging.ERROR if isinstance(error, InternalError) else logging.DEBUG
         log(level, error.message, method=method, request_id=call.request_id, reason=error.reason)
+
+
+def _serialized(message: Message) -> bytes:
+    """Raises RequestTooLarge where gRPC would refuse to send it."""
+    raw = message.SerializeToString()
+    if len(raw) > MAX_MESSAGE_BYTES:
+        raise RequestTooLarge(
+            f"the answer takes {len(raw)} bytes in one message, which may have {MAX_MESSAGE_BYTES}; "
+            "ask for less at once, or for incremental delivery"
+        )
+    return raw
 
 
 def _header(context: Context, name: str) -> str:

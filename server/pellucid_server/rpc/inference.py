@@ -117,10 +117,11 @@ class InferenceService:
                     await asyncio.to_thread(messages.add_prompt_logprobs, info, request, model)
                 response.prompt.CopyFrom(info)
                 first = False
-            if end is not None:
-                messages.complete(response, request, plan, end)
+            last = None if request.outbox.has_more else end
+            if last is not None:
+                messages.complete(response, request, plan, last)
             await _write(call, response, request)
-            if end is not None:
+            if last is not None:
                 return
 
 

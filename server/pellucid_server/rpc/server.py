@@ -7,11 +7,11 @@ from typing import Protocol
 
 import grpc
 
+from pellucid_server.delivery import MAX_MESSAGE_BYTES
 from pellucid_server.rpc import health, inference, models, reflection, server_info, tokenizer
 from pellucid_server.rpc.calls import Calls
 from pellucid_server.rpc.health import Health
 
-MAX_MESSAGE_BYTES = 16 * 2**20
 SPARE_STREAMS = 256
 """Streams per connection beyond what is admitted: refusals, health checks and the like are never held up."""
 

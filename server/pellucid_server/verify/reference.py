@@ -103,17 +103,22 @@ class OwnForward(Reference):
 
     def __init__(self, call: Callable[[Tensor], Any], what: str, module: nn.Module | None = None) -> None:
         self._call, self.module = call, module
-        dtype = "" if module is None else f" in {_settle_dtype(module, self.logits)}"
+        dtype = "" if module is None else f" in {_settle_dtype(module, self._rows)}"
         self.what = f"{what}{dtype}"
 
     @torch.no_grad()
     def logits(self, tokens: list[int]) -> Tensor:
-        rows = self._rows(tokens)
-        if len(rows) == len(tokens):
-            return rows
-        if len(rows) != 1:
+        try:
+            rows = self._rows(tokens)
+            if len(rows) == 1:  # it may give the last one only
+                rows = torch.cat([self._rows(tokens[: t + 1]) for t in range(len(tokens))])
+        except ModelError:
+            raise
+        except Exception as error:
+            raise ModelError(f"{self.what} fails on {len(tokens)} tokens: {one_line(error)}") from error
+        if len(rows) != len(tokens):
             raise ModelError(f"{self.what} gives {len(rows)} rows of logits for {len(tokens)} tokens")
-        return torch.cat([self._rows(tokens[: t + 1]) for t in range(len(tokens))])  # it gives the last one only
+        return rows
 
     def _rows(self, tokens: list[int]) -> Tensor:
         out = self._call(torch.tensor([tokens]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,23 @@ def byte_level_bpe() -> Tokenizer:
     )
     tokenizer.train_from_iterator(SAMPLE * 20, trainer)
     tokenizer.add_tokens([AddedToken("<tool use>", normalized=False), AddedToken("é!", normalized=False)])
+    return tokenizer
+
+
+def byte_level_of(tokens: Iterable[bytes], special: Sequence[str]) -> Tokenizer:
+    """GPT-2's kind with chosen tokens: the special ones, every byte, and these, whatever part of a character they are.
+
+    Nothing merges, so an encoded text is its bytes; the other tokens are for outputs.
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    letters = {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
+    spellings = ["".join(letters[byte] for byte in token) for token in (*(bytes([b]) for b in range(256)), *tokens)]
+    vocabulary = {spelling: i for i, spelling in enumerate(dict.fromkeys([*special, *spellings]))}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(special))
     return tokenizer
 
 
