@@ -9,6 +9,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -230,6 +231,40 @@ class Rewritten(Odd):
 @pytest.mark.parametrize("fused", [False, True])
 def test_nothing_moves_past_what_it_depends_on(fused: bool) -> None:
     assert_same(Rewritten(), [(4, 8)], "float32", fused=fused)
+
+
+class Functional(Odd):
+    """As a batch of one sequence, with functions in place of layers, and tables looked up by index."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.shift = nn.Parameter(torch.randn(300, 24)), nn.Parameter(torch.randn(1, 1, 24))
+
+    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        x = self.embedding(tokens[None]) + self.table[positions] + self.shift
+        x = F.layer_norm(x, (24,), self.gain, None, 1e-5)
+        q, k, v = self.qkv(F.silu(x)).split(32, dim=-1)
+        mixed = attend(0, *(part[0].view(-1, 4, 8) for part in (q, k, v)), rotary=self.rotary)
+        x = x + F.gelu(self.out(mixed.flatten(1)))[None]
+        return torch.cat((F.relu(x), F.gelu(x, approximate="tanh")), dim=-1)[0]
+
+
+@needs_kernels
+@pytest.mark.parametrize("fused", [False, True])
+def test_functions_become_the_kernels_own(fused: bool) -> None:
+    """Theirs may give other last bits for another number of rows, so a plan calls ours; hence not bit for bit."""
+    kernels, model = NativeKernels(VARIANTS[0]), Functional().eval()
+    accelerate(model, kernels, "float32")
+    program = record(model, model)  # type: ignore[arg-type]
+    if fused:
+        fuse(program)
+    by_module, by_plan = (Paged(kernels, [(4, 8)], torch.float32) for _ in range(2))
+    plan = Plan(program, kernels, by_plan.layers)
+    with torch.inference_mode():
+        for starts, counts in STEPS:
+            batch = by_module.batch = batch_of(plan, starts, counts)
+            expected = model.logits(model(batch.tokens, batch.positions, by_module)[batch.sampled_rows])
+            torch.testing.assert_close(plan.run(batch), expected, rtol=1e-5, atol=1e-5)
 
 
 @needs_kernels

@@ -2,7 +2,8 @@
 
 The accelerated module is run once on a few rows of zeros. Its layers hand their calls to a recorder in the kernels'
 place; what it does with tensors in between is seen by torch's dispatcher. Views need no instruction: an operand is
-found by the memory that it lies in. A module that does anything else (another operator, a shape or a branch that
+found by the memory that it lies in. Functions that the kernels have too (relu, gelu, silu, layer_norm) become the
+kernels' own, as layers do. A module that does anything else (another operator, a shape or a branch that
 depends on the rows) raises NotRecordable with the reason, and then runs as it is.
 
 To be sure that nothing depends on the number of rows, the module is recorded twice, with different numbers.
@@ -53,6 +54,7 @@ _ARITHMETIC: dict[Any, Arithmetic] = {
     aten.div_.Tensor: "divide",
 }
 _COPIES = (aten.clone.default, aten._to_copy.default)
+_ACTIVATIONS: dict[Any, Activation] = {aten.relu.default: "relu", aten.silu.default: "silu"}
 
 
 class NotRecordable(Exception):
@@ -109,6 +111,8 @@ class _Recorder(TorchDispatchMode):
         self._phase: Phase = "tokens"
         self._buffers: dict[int, int] = {}
         """By the address of a tensor's memory."""
+        self._unreadable: set[int] = set()
+        """Addresses of what operators make beside their result; no instruction makes it."""
         self._kept: list[Tensor] = []
         """All that was made, so that no address is used twice."""
         self._paused = False
@@ -177,24 +181,37 @@ class _Recorder(TorchDispatchMode):
             out = function(*args, **kwargs)
         finally:
             self._paused = False
-        if isinstance(out, Tensor) and out.untyped_storage().data_ptr() not in self._buffers:
-            self._adopt(out)
-        handler(out, *args, **kwargs)
+        made, *others = out if isinstance(out, tuple) else (out,)
+        if made.untyped_storage().data_ptr() not in self._buffers:
+            self._adopt(made)
+        for other in others:
+            self._kept.append(other)
+            self._unreadable.add(other.untyped_storage().data_ptr())
+        handler(made, *args, **kwargs)
         return out
 
     def _depends(self, args: Sequence[Any]) -> bool:
         """Whether any argument is made of tokens or positions; what is not is a constant."""
         flat = [x for arg in args for x in (arg if isinstance(arg, list | tuple) else (arg,))]
         tensors = [x for x in flat if isinstance(x, Tensor)]
-        return any(self._is_row(x) or x.untyped_storage().data_ptr() in self.indices for x in tensors)
+        addresses = {x.untyped_storage().data_ptr() for x in tensors}
+        return not addresses.isdisjoint({*self._buffers, *self.indices, *self._unreadable})
 
     def _handler(self, function: Any, args: Sequence[Any]) -> Callable[..., None] | None:
         if function in _ARITHMETIC:
             return lambda out, a, b, alpha=1: self._combine(_ARITHMETIC[function], out, a, b, alpha)
         if function in _COPIES:
             return lambda out, x, **options: self._copy(out, x)
+        if function in _ACTIVATIONS:
+            return lambda out, x: self._activate(_ACTIVATIONS[function], out, x)
+        if function is aten.gelu.default:
+            return self._gelu
+        if function is aten.native_layer_norm.default:
+            return self._layer_norm
         if function is aten.embedding.default:
             return lambda out, table, index, *options: self._gather(out, table, index)
+        if function is aten.index.Tensor and len(args[1]) == 1:
+            return lambda out, table, indices: self._gather(out, table, indices[0])
         if function is aten.index_select.default:
             return self._index_select
         if function is aten.cat.default:
@@ -206,7 +223,7 @@ class _Recorder(TorchDispatchMode):
             raise NotRecordable("it adds with a factor (alpha)")
         if not self._is_row(a) and isinstance(b, Tensor) and kind in ("add", "multiply"):
             a, b = b, a  # commutative to the last bit
-        if a.shape != out.shape:
+        if _row_shape(a) != _row_shape(out):
             raise NotRecordable(f"it combines {list(a.shape)} with a larger tensor")
         self._add(Combine(kind, self.operand(a), self._second(b, out), self.operand(out)))
 
@@ -214,21 +231,39 @@ class _Recorder(TorchDispatchMode):
         if not isinstance(b, Tensor):
             return float(b)
         if self._is_row(b):
-            if b.shape != out.shape:
+            if _row_shape(b) != _row_shape(out):
                 raise NotRecordable(f"it combines {list(out.shape)} with {list(b.shape)}")
             return self.operand(b)
         if b.numel() == 1:
             number: float = self._unseen(lambda: float(b))
             return number
-        if b.dim() == out.dim() and b.shape[0] != 1:
+        inner = _row_shape(out)[1:]
+        if any(size != 1 for size in b.shape[: max(0, b.dim() - len(inner))]):
             raise NotRecordable("it combines rows with a constant that differs by row")
-        constant: Tensor = self._unseen(lambda: b.float().expand(1, *out.shape[1:]).reshape(-1).clone())
+        constant: Tensor = self._unseen(
+            lambda: b.float().broadcast_to(*b.shape[: -len(inner)], *inner).flatten().clone()
+        )
         return constant
 
     def _copy(self, out: Tensor, x: Tensor) -> None:
         if out.dtype != torch.float32:
             raise NotRecordable(f"it makes a tensor of {out.dtype}")
         self._add(Copy(self.operand(x), self.operand(out)))
+
+    def _activate(self, kind: Activation, out: Tensor, x: Tensor) -> None:
+        """A function in place of a layer; the program calls the kernels', as it does for layers."""
+        self._add(Activate(kind, self.operand(x), self.operand(out)))
+
+    def _gelu(self, out: Tensor, x: Tensor, approximate: str = "none") -> None:
+        self._activate("gelu_tanh" if approximate == "tanh" else "gelu", out, x)
+
+    def _layer_norm(
+        self, out: Tensor, x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float
+    ) -> None:
+        if len(shape) != 1:
+            raise NotRecordable("it normalises over several dimensions")
+        parameters = (None if each is None else each.detach().float().contiguous() for each in (weight, bias))
+        self._add(Normalize(self.operand(x), Norm("layer", eps, *parameters), shape[0], self.operand(out)))
 
     def _gather(self, out: Tensor, table: Tensor, index: Tensor) -> None:
         name = self.indices.get(index.untyped_storage().data_ptr())
@@ -239,7 +274,7 @@ class _Recorder(TorchDispatchMode):
         self._add(Gather(table.detach(), name, self.operand(out)))
 
     def _concatenate(self, out: Tensor, parts: Sequence[Tensor], dim: int = 0) -> None:
-        if dim not in (-1, out.dim() - 1) or out.dim() != 2:
+        if dim not in (-1, out.dim() - 1) or len(_row_shape(out)) != 2:
             raise NotRecordable("it concatenates along another dimension than the last of [T, n]")
         whole, offset = self.operand(out), 0
         for part in parts:
@@ -264,6 +299,8 @@ class _Recorder(TorchDispatchMode):
         width = self.program.widths[buffer]
         if x.is_contiguous() and x.numel() == self._rows * width:
             return Operand(buffer, 0, width)
+        while x.dim() > 1 and x.shape[0] == 1:
+            x = x[0]
         inner = x[0]
         if x.shape[0] != self._rows or x.stride(0) != width or not inner.is_contiguous():
             raise NotRecordable(f"it computes with a view {list(x.shape)} whose rows are not contiguous")
@@ -332,6 +369,14 @@ class _RecordingAttend(Attend):
         self, layer: int, k: Tensor, v: Tensor, *, rotary: Rotary | None = None, window: int | None = None
     ) -> Gathered:
         raise NotRecordable("it gathers keys and values")
+
+
+def _row_shape(x: Tensor) -> tuple[int, ...]:
+    """The shape from the rows on: what runs as a batch of one sequence has ones before them."""
+    shape = tuple(x.shape)
+    while len(shape) > 1 and shape[0] == 1:
+        shape = shape[1:]
+    return shape
 
 
 def _same(a: object, b: object) -> bool:
