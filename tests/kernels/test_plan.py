@@ -243,8 +243,11 @@ class Functional(Odd):
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         x = self.embedding(tokens[None]) + self.table[positions] + self.shift
         x = F.layer_norm(x, (24,), self.gain, None, 1e-5)
+        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * self.gain
         q, k, v = self.qkv(F.silu(x)).split(32, dim=-1)
-        mixed = attend(0, *(part[0].view(-1, 4, 8) for part in (q, k, v)), rotary=self.rotary)
+        q, k, v = (part[0].view(-1, 4, 8) for part in (q, k, v))
+        k = k / (k**2).mean(dim=-1, keepdim=True).add(1e-5).sqrt()
+        mixed = attend(0, F.rms_norm(q, (8,), eps=1e-4), k, v, rotary=self.rotary)
         x = x + F.gelu(self.out(mixed.flatten(1)))[None]
         return torch.cat((F.relu(x), F.gelu(x, approximate="tanh")), dim=-1)[0]
 
@@ -304,11 +307,13 @@ class Refused(Odd):
                 return (x.view(-1, 2, 24).transpose(1, 2) + 1).flatten(1)
             case "positions":
                 return x + positions[:, None]
+            case "half a norm":
+                return x * x.pow(2)
         raise AssertionError(self.what)
 
 
 @needs_kernels
-@pytest.mark.parametrize("what", ["operator", "value", "rows", "mix", "transposed", "positions"])
+@pytest.mark.parametrize("what", ["operator", "value", "rows", "mix", "transposed", "positions", "half a norm"])
 def test_what_cannot_be_recorded_says_so(what: str) -> None:
     model = Refused(what)
     accelerate(model, NativeKernels(VARIANTS[0]), "float32")

@@ -2,9 +2,9 @@
 
 The accelerated module is run once on a few rows of zeros. Its layers hand their calls to a recorder in the kernels'
 place; what it does with tensors in between is seen by torch's dispatcher. Views need no instruction: an operand is
-found by the memory that it lies in. Functions that the kernels have too (relu, gelu, silu, layer_norm) become the
-kernels' own, as layers do. A module that does anything else (another operator, a shape or a branch that
-depends on the rows) raises NotRecordable with the reason, and then runs as it is.
+found by the memory that it lies in. Functions that the kernels have too (relu, gelu, silu, layer_norm, and RMS norms
+written out by hand: idioms.py) become the kernels' own, as layers do. A module that does anything else (another
+operator, a shape or a branch that depends on the rows) raises NotRecordable with the reason, and then runs as it is.
 
 To be sure that nothing depends on the number of rows, the module is recorded twice, with different numbers.
 """
@@ -25,6 +25,7 @@ from pellucid_model.gathered import Gathered
 from pellucid_model.kernels.fused import Norm
 from pellucid_model.kernels.interface import Activation, PackedLinear
 from pellucid_model.kernels.modules import TWINS
+from pellucid_model.kernels.plan.idioms import RootMeanSquare
 from pellucid_model.kernels.plan.program import (
     Activate,
     Arithmetic,
@@ -113,6 +114,7 @@ class _Recorder(TorchDispatchMode):
         """By the address of a tensor's memory."""
         self._unreadable: set[int] = set()
         """Addresses of what operators make beside their result; no instruction makes it."""
+        self._norms = RootMeanSquare()
         self._kept: list[Tensor] = []
         """All that was made, so that no address is used twice."""
         self._paused = False
@@ -173,6 +175,8 @@ class _Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if self._paused or function.is_view or not self._depends(args):
             return function(*args, **kwargs)
+        if self._is_part_of_a_norm(function, args):
+            return self._follow_norm(function, args, kwargs)
         handler = self._handler(function, args)
         if handler is None:
             raise NotRecordable(f"it uses {function}")
@@ -188,6 +192,23 @@ class _Recorder(TorchDispatchMode):
             self._kept.append(other)
             self._unreadable.add(other.untyped_storage().data_ptr())
         handler(made, *args, **kwargs)
+        return out
+
+    def _is_part_of_a_norm(self, function: Any, args: Sequence[Any]) -> bool:
+        return function is aten.pow.Tensor_Scalar or any(map(self._norms.knows, args))
+
+    def _follow_norm(self, function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+        """A step of a norm that is written out by hand, or its last one."""
+        out: Tensor = self._unseen(lambda: function(*args, **kwargs))
+        if (whole := self._norms.complete(function, args)) is not None:
+            x, eps = whole
+            self._adopt(out)
+            self._add(Normalize(self.operand(x), Norm("rms", eps), x.shape[-1], self.operand(out)))
+        elif kwargs or not self._norms.follow(function, args, out):
+            raise NotRecordable(f"it uses {function} on a part of a norm")
+        else:
+            self._kept.append(out)
+            self._unreadable.add(out.untyped_storage().data_ptr())
         return out
 
     def _depends(self, args: Sequence[Any]) -> bool:

@@ -1,0 +1,93 @@
+"""Norms written out by hand, recognised while a program is recorded.
+
+    x * rsqrt(mean(x ** 2) + eps)      the usual RMS norm; also x * x, and x / sqrt(…)
+
+Each step of it is known by the memory of its result. The last one, a product with x, is the norm; until then nothing is
+recorded. A result on the way that is used for anything else cannot be recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+aten = torch.ops.aten
+Stage = Literal["square", "mean", "shifted", "root", "inverse root"]
+_NEXT: dict[tuple[Any, Stage], Stage] = {
+    (aten.mean.dim, "square"): "mean",
+    (aten.add.Tensor, "mean"): "shifted",
+    (aten.add_.Scalar, "mean"): "shifted",
+    (aten.sqrt.default, "shifted"): "root",
+    (aten.rsqrt.default, "shifted"): "inverse root",
+}
+_LAST: dict[Any, Stage] = {aten.mul.Tensor: "inverse root", aten.div.Tensor: "root"}
+
+
+@dataclass(frozen=True)
+class Partial:
+    """What some operators have made of x so far."""
+
+    stage: Stage
+    x: Tensor
+    eps: float = 0.0
+
+
+class RootMeanSquare:
+    """Follows the steps."""
+
+    def __init__(self) -> None:
+        self._partials: dict[int, Partial] = {}
+
+    def knows(self, x: object) -> bool:
+        """Whether x is a result on the way."""
+        return isinstance(x, Tensor) and _address(x) in self._partials
+
+    def follow(self, function: Any, args: Sequence[Any], out: Tensor) -> bool:
+        """Note a step; False where it is none."""
+        partial = self._next(function, args)
+        if partial is not None:
+            self._partials[_address(out)] = partial
+        return partial is not None
+
+    def complete(self, function: Any, args: Sequence[Any]) -> tuple[Tensor, float] | None:
+        """x and eps where this product or quotient is the norm's last step."""
+        if function not in _LAST or len(args) != 2:
+            return None
+        orders = [(args[0], args[1]), (args[1], args[0])] if function is aten.mul.Tensor else [(args[0], args[1])]
+        for x, factor in orders:
+            if self.knows(factor) and isinstance(x, Tensor):
+                partial = self._partials[_address(factor)]
+                if partial.stage == _LAST[function] and _same_view(x, partial.x):
+                    return x, partial.eps
+        return None
+
+    def _next(self, function: Any, args: Sequence[Any]) -> Partial | None:
+        x = args[0]
+        if function is aten.pow.Tensor_Scalar and args[1] == 2:
+            return Partial("square", x)
+        if not self.knows(x):
+            return None
+        partial = self._partials[_address(x)]
+        stage = _NEXT.get((function, partial.stage))
+        if stage is None or (stage == "mean" and not _over_the_last(x, args)):
+            return None
+        if stage == "shifted":
+            return None if isinstance(args[1], Tensor) else replace(partial, stage=stage, eps=float(args[1]))
+        return replace(partial, stage=stage)
+
+
+def _over_the_last(x: Tensor, args: Sequence[Any]) -> bool:
+    """mean(x, dim, keepdim): over the last dimension, which is kept."""
+    return len(args) == 3 and list(args[1]) in ([-1], [x.dim() - 1]) and args[2] is True
+
+
+def _same_view(a: Tensor, b: Tensor) -> bool:
+    return (a.data_ptr(), a.shape, a.stride()) == (b.data_ptr(), b.shape, b.stride())
+
+
+def _address(x: Tensor) -> int:
+    return x.untyped_storage().data_ptr()
