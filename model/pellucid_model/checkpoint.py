@@ -93,9 +93,12 @@ def read_config(path: Path, notices: list[str]) -> tuple[Family | None, DecoderC
             return FAMILIES[model_type], FAMILIES[model_type].config(values, notices)
     except ConfigError as error:
         raise ConfigError(f"{file}: {error}") from None
-    known = ", ".join([f'"architecture": "{ARCHITECTURE}"', *(f'"model_type": "{name}"' for name in FAMILIES)])
-    given = values.get("architecture") or model_type
-    raise ConfigError(f"{file}: architecture {given!r} is not known; accepted: {known}")
+    key = "architecture" if "architecture" in values else "model_type"
+    raise ConfigError(
+        f'{file}: {key} = {values.get(key)!r} is not known; accepted: "architecture": "{ARCHITECTURE}", or a model_type '
+        f"of {', '.join(FAMILIES)}; a module of your own is named before the checkpoint: FILE.py:CLASS "
+        "(docs/add-your-model.md)"
+    )
 
 
 def save_checkpoint(folder: str | os.PathLike[str], model: Decoder, dtype: torch.dtype | None = None) -> None:

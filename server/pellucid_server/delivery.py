@@ -18,7 +18,7 @@ from pellucid_server.engine.messages import TokenLogprob
 MAX_MESSAGE_BYTES = 16 * 2**20
 """Of one message, in either direction."""
 FULL_BYTES = MAX_MESSAGE_BYTES // 4
-"""Of a batch to which nothing more is added: byte counts are rough, and the prompt may have news for the first message."""
+"""Of a batch to which nothing more is added. Byte counts are rough, and the first message tells of the prompt, too."""
 TOKEN_BYTES = 4
 LOGPROB_BYTES = 24
 """Of a log-probability with its token, roughly; and of each alternative."""

@@ -6,13 +6,15 @@ import asyncio
 from pathlib import Path
 from typing import Any, cast
 
+import pytest
 import torch
 
 from pellucid_client import AsyncClient, Client, Completion
 from pellucid_model.adopt import AdoptedModule
+from pellucid_model.errors import ModelError
 from pellucid_model.tokenizers.character import CharacterTokenizer
 from pellucid_testing.checkpoints import CHARACTERS
-from pellucid_testing.own_modules import CONTRACT, NANOGPT, TEXTBOOK, saved_checkpoint
+from pellucid_testing.own_modules import CONTRACT, EXAMPLES, NANOGPT, TEXTBOOK, saved_checkpoint
 from pellucid_testing.server import serve
 from pellucid_testing.stepping import Stepper
 
@@ -69,3 +71,24 @@ def test_a_score_matrix_of_its_own_is_announced(tmp_path: Path) -> None:
     ready = Stepper.of(example.checkpoint(tmp_path), module=example.source).loaded.ready
     assert any("layers 0, 1 gather all keys and values" in notice for notice in ready.notices)
     assert not ready.batch_invariant
+
+
+SHORT = """
+import sys
+sys.path.insert(0, {folder!r})
+import nanogpt
+from nanogpt_adapter import Served
+
+class Short(Served):
+    def build(self, config):
+        self.context_length = config["block_size"]
+        return nanogpt.GPT(nanogpt.GPTConfig(**config))
+"""
+
+
+def test_a_forward_that_lets_only_one_sequence_pass_is_refused_at_start(tmp_path: Path) -> None:
+    """nanoGPT's own check of the length, left as it is: a step holds more tokens than a sequence."""
+    path = saved_checkpoint(tmp_path / "w.pt", NANOGPT)
+    (tmp_path / "short.py").write_text(SHORT.format(folder=str(EXAMPLES / "adopted")))
+    with pytest.raises(ModelError, match=r"fails in steps of several sequences.* 64 tokens each: ValueError"):
+        Stepper.of(path, module=f"{tmp_path / 'short.py'}:Short")

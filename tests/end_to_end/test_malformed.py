@@ -124,4 +124,4 @@ def test_a_message_beyond_the_limit_leaves_the_channel_usable(server: ServerProc
         found = refusal(channel, Case(below, frozenset()))
         assert (found.code, found.reason) == ("INVALID_ARGUMENT", "PROMPT_TOO_LONG")
     assert len({tuple(stream.token_ids) for stream in company.answers}) == 1
-    assert generate(channel, "abc", stopping={"max_new_tokens": 1}).reason == "max_new_tokens"
+    assert generate(channel, "abc", stopping={"max_new_tokens": 1, "ignore_eos": True}).reason == "max_new_tokens"

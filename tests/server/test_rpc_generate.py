@@ -292,7 +292,7 @@ def test_large_requests(channel: grpc.Channel) -> None:
     assert refused(channel, "x" * 5_000_000).reason == "PROMPT_TOO_LONG"
     beyond = refused(channel, "x" * (17 * 2**20))
     assert beyond.code == "RESOURCE_EXHAUSTED"
-    assert generate(channel, stopping={"max_new_tokens": 1}).reason == "max_new_tokens"
+    assert generate(channel, stopping={"max_new_tokens": 1, "ignore_eos": True}).reason == "max_new_tokens"
 
 
 def test_crowded_streams_equal_lone_ones(server: ServerProcess, channel: grpc.Channel) -> None:

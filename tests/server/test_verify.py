@@ -147,28 +147,9 @@ def test_what_cannot_be_tried_is_said_in_one_line(tmp_path: Path, capsys: pytest
     assert json.loads((folder / "config.json").read_text())["context_length"] == 16
 
 
-def test_code_of_the_users_that_fails_is_said_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A forward that lets no more tokens pass than a sequence has, and a reference that raises."""
+def test_a_reference_that_raises_is_said_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = saved_checkpoint(tmp_path / "w.pt", NANOGPT)
-    (tmp_path / "short.py").write_text(
-        f"""
-import sys
-sys.path.insert(0, {str(EXAMPLES / "adopted")!r})
-import nanogpt
-from nanogpt_adapter import Served
-
-class Short(Served):
-    def build(self, config):
-        self.context_length = config["block_size"]
-        return nanogpt.GPT(nanogpt.GPTConfig(**config))
-
-def broken(tokens):
-    raise KeyError("no such thing")
-"""
-    )
-    code, said = verify(capsys, f"{tmp_path / 'short.py'}:Short", path)
-    assert code == 2
-    assert "fails in steps of several sequences, of up to 64 tokens each: ValueError" in said
-    code, said = verify(capsys, NANOGPT.source, path, "--reference", f"{tmp_path / 'short.py'}:broken")
+    (tmp_path / "own.py").write_text("def broken(tokens):\n    raise KeyError('no such thing')\n")
+    code, said = verify(capsys, NANOGPT.source, path, "--reference", f"{tmp_path / 'own.py'}:broken")
     assert code == 2
     assert "pellucid verify: broken() fails on 25 tokens: KeyError: 'no such thing'" in said

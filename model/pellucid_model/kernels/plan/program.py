@@ -163,7 +163,8 @@ class Program:
         places = [0] * len(self.widths)
         arenas: dict[Phase, int] = {"tokens": 0, "sampled": 0}
         placed: set[int] = set()
-        for buffer in sorted(first, key=lambda each: first[each]):
+        answer = None if self.logits is None else self.logits.buffer  # lies elsewhere
+        for buffer in sorted(first.keys() - {answer}, key=lambda each: first[each]):
             phase, width = self.phases[buffer], _rounded(self.widths[buffer])
             taken = sorted(
                 (places[other], places[other] + _rounded(self.widths[other]))
