@@ -93,7 +93,8 @@ def test_unknown_architecture_lists_what_is_known(tmp_path: Path) -> None:
     message = refused(tmp_path, ConfigError)
     assert "'mamba' is not known" in message
     assert '"pellucid.decoder"' in message
-    assert '"llama"' in message
+    assert " llama, " in message
+    assert "FILE.py:CLASS" in message
 
 
 def shard(folder: Path) -> dict[str, str]:
