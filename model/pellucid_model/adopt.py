@@ -89,6 +89,10 @@ class AdoptedModule(nn.Module):
         """The module's own answer to tokens [L], nothing caught."""
         return self.call(tokens[None] if self.batch_first else tokens[:, None])
 
+    def own_logits(self, tokens: Tensor) -> Tensor:
+        """tokens [L] -> [L, V], or [1, V] where the module's own forward keeps the last token only."""
+        return logits_of(self.own_forward(tokens))
+
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """tokens [T], positions [T] -> hidden [T, d_model]."""
         run = Interception(self.module, attend, positions, map(self._tensor, self._position_tensors))
@@ -148,3 +152,13 @@ class AdoptedModule(nn.Module):
                 )
             found += matching
         return found
+
+
+def logits_of(out: Any) -> Tensor:
+    """[n, V], from what a forward of batch form returns: logits, alone, first in a tuple, or as `logits`."""
+    if isinstance(out, tuple | list):
+        out = out[0]
+    out = out.get("logits") if isinstance(out, dict) else getattr(out, "logits", out)
+    if not isinstance(out, Tensor) or out.dim() not in (2, 3):
+        raise ModelError("forward gives no logits [1, n, V], alone, first in a tuple, or as `logits`")
+    return out.flatten(0, -2)

@@ -153,6 +153,8 @@ def torch_attention_forward(run: Interception, module: nn.MultiheadAttention) ->
     ) -> tuple[Tensor, None]:
         if key is not query or value is not query:
             raise ModelError("nn.MultiheadAttention gets keys of another sequence: only self-attention serves")
+        if attn_mask is not None and attn_mask.dtype == torch.bool:
+            attn_mask = ~attn_mask  # of this module's masks, true hides a key
         run.check_causal(attn_mask, is_causal)
         q, k, v = module.get_submodule(PROJECTION)(query).chunk(3, dim=-1)  # each [1, T, d], or [T, 1, d]
         q, k, v = (

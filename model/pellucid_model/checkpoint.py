@@ -95,8 +95,8 @@ def read_config(path: Path, notices: list[str]) -> tuple[Family | None, DecoderC
         raise ConfigError(f"{file}: {error}") from None
     key = "architecture" if "architecture" in values else "model_type"
     raise ConfigError(
-        f'{file}: {key} = {values.get(key)!r} is not known; accepted: "architecture": "{ARCHITECTURE}", or a model_type '
-        f"of {', '.join(FAMILIES)}; a module of your own is named before the checkpoint: FILE.py:CLASS "
+        f'{file}: {key} = {values.get(key)!r} is not known; accepted: "architecture": "{ARCHITECTURE}", '
+        f"or a model_type of {', '.join(FAMILIES)}; a module of your own is named before the checkpoint: FILE.py:CLASS "
         "(docs/add-your-model.md)"
     )
 

@@ -1,7 +1,8 @@
 """Tries a user's module out before it serves: does it keep the contract, and is what it declares true?
 
 In: a module with its weights. Out: what the engine must know of it, or a ModelError, one line that says what it does
-wrong. A few forwards of up to four tokens through the slow reference; nothing is trusted that can be tried.
+wrong. A few forwards of up to four tokens through the slow reference, and of an adopted module a longer one beside its
+own; nothing is trusted that can be tried.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from pellucid_model.adopt import AdoptedModule
 from pellucid_model.attention import ReferenceAttend
 from pellucid_model.contract import DecoderModel, PositionScheme
 from pellucid_model.errors import ModelError
@@ -21,6 +23,8 @@ from pellucid_model.user_module import one_line
 
 TOLERANCE = 1e-3
 """Of the largest number: far above rounding, far below what another token changes."""
+OWN_TOKENS = 128
+"""Of the sequence that an adopted module's own forward is given: what a mask hides farther back is not seen here."""
 _GUIDE = "see docs/add-your-model.md"
 
 
@@ -44,6 +48,8 @@ def try_out(module: nn.Module, source: str, scheme: PositionScheme, context_leng
         _tokens_meet_in_attend_alone(model, vocab_size, context_length or 3)
         if context_length is not None:
             _reaches_its_context(model, context_length)
+        if isinstance(module, AdoptedModule):
+            _is_its_own_forward(module, vocab_size, context_length or OWN_TOKENS)
         notices, scheme = _declares_the_truth(model, scheme, calls, vocab_size, context_length or 8)
     except ModelError as error:
         raise ModelError(f"{source}: {error}") from None
@@ -126,6 +132,20 @@ def _reaches_its_context(model: DecoderModel, context_length: int) -> None:
         raise ModelError(
             f"context_length = {context_length}, but at position {context_length - 1} forward fails: {one_line(error)}"
         ) from error
+
+
+def _is_its_own_forward(module: AdoptedModule, vocab_size: int, context_length: int) -> None:
+    """Compared as probabilities, since a forward may end in log_softmax."""
+    model = cast("DecoderModel", module)
+    tokens = [7 * i % vocab_size for i in range(min(context_length, OWN_TOKENS))]
+    own = module.own_logits(torch.tensor(tokens))
+    served = model.logits(_run(model, [tokens]))[-len(own) :]
+    if _differ(served.log_softmax(-1), own.log_softmax(-1)):
+        raise ModelError(
+            f"what would be served is not what its own forward gives for {len(tokens)} tokens: it does something "
+            "behind the output layer (a scale, a softcap), masks more than the future, or has positions that are not "
+            f"named; {_GUIDE}"
+        )
 
 
 def _declares_the_truth(

@@ -44,7 +44,8 @@ def find_weight_files(folder: Path) -> WeightFiles:
             return WeightFiles(tuple(folder / shard for shard in sorted(set(where.values()))), where)
         if (folder / single).exists():
             return WeightFiles((folder / single,), None)
-    raise CheckpointError(f"checkpoint {folder}: {WEIGHTS} is missing")
+    missing = f": {WEIGHTS} is missing" if folder.exists() else " does not exist"
+    raise CheckpointError(f"checkpoint {folder}{missing}")
 
 
 def load_tensors(folder: Path) -> dict[str, Tensor]:

@@ -54,6 +54,11 @@ class Scores(Tensor):
     def weights(self) -> Scores:
         return Scores(self.q, self.k, self.scale, self.masks, is_weights=True)
 
+    def become(self, other: Scores) -> Scores:
+        """Itself, changed in place."""
+        self.scale, self.masks, self.is_weights = other.scale, other.masks, other.is_weights
+        return self
+
     def normalised(self) -> Scores:
         """Itself, once its softmax has been taken."""
         if not self.is_weights:
@@ -114,7 +119,12 @@ def scores_after(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
     change = _CHANGES.get(name)
     if change is None:
         raise _refusal(func)
-    return change(*args, **kwargs)
+    changed = change(*args, **kwargs)
+    if func.__name__.endswith("_") and not func.__name__.endswith("__"):  # in place, as masked_fill_
+        if not isinstance(args[0], Scores):
+            raise _refusal(func)
+        return args[0].become(changed)
+    return changed
 
 
 def looks_causal(mask: Tensor, rows: int) -> bool:

@@ -77,12 +77,20 @@ SHORT = """
 import sys
 sys.path.insert(0, {folder!r})
 import nanogpt
+import torch
 from nanogpt_adapter import Served
+
+class Strange(torch.nn.Module):
+    "A function that no plan has, so that forward itself runs in every step."
+    def forward(self, x):
+        return x + 0 * torch.special.bessel_j0(x)
 
 class Short(Served):
     def build(self, config):
         self.context_length = config["block_size"]
-        return nanogpt.GPT(nanogpt.GPTConfig(**config))
+        module = nanogpt.GPT(nanogpt.GPTConfig(**config))
+        module.transformer.drop = Strange()
+        return module
 """
 
 

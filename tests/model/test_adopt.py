@@ -153,6 +153,36 @@ class Chosen(WrittenOut):
         return torch.softmax(scores, -1) @ v
 
 
+class InPlace(WrittenOut):
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        scores = q @ k.mT
+        scores.div_(1.7)
+        scores.masked_fill_(mask == 0, -1e9)
+        return scores.softmax(-1) @ v
+
+
+class TrueHides(nn.Module):
+    """nn.MultiheadAttention, whose boolean masks say what is hidden."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(D, H, batch_first=True)
+
+    def hidden(self, length: int) -> Tensor:
+        return torch.ones(length, length, dtype=torch.bool).triu(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixed: Tensor = self.attention(x, x, x, attn_mask=self.hidden(x.size(1)), need_weights=False)[0]
+        return x + mixed
+
+
+class FutureAlone(TrueHides):
+    """The other way round: a token sees what comes after it."""
+
+    def hidden(self, length: int) -> Tensor:
+        return torch.ones(length, length, dtype=torch.bool).tril(-1)
+
+
 class Einsum(WrittenOut):
     def mix(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [1, L, H, D]
@@ -215,11 +245,15 @@ def test_what_attend_computes_itself_is_not_caught() -> None:
     assert {layer: len(maps) for layer, maps in attend.maps.items()} == {0: 1, 1: 1}
 
 
-@pytest.mark.parametrize("layer", [WrittenOut, Added, Chosen, Einsum, HeadByHead, Batched])
+@pytest.mark.parametrize("layer", [WrittenOut, Added, Chosen, InPlace, TrueHides, Einsum, HeadByHead, Batched])
 def test_attention_that_is_written_out_is_caught(layer: type[nn.Module]) -> None:
     module = adopted(layer)
     assert_equal_to_its_own_forward(module)
     assert try_out(module, "x", "absolute", N).vocab_size == VOCAB
+
+
+def test_a_forward_that_ends_in_log_softmax_serves() -> None:
+    assert try_out(adopted(Grouped, Normalised), "x", "absolute", N).vocab_size == VOCAB
 
 
 class BaseTwo(WrittenOut):
@@ -231,6 +265,23 @@ class BaseTwo(WrittenOut):
 class Reweighted(WrittenOut):
     def mix(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
         return ((q @ k.mT).masked_fill(mask == 0, -1e9).softmax(-1) * mask) @ v
+
+
+class Windowed(WrittenOut):
+    """Sees ten tokens, which no mask of the first ten shows."""
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        return (q @ k.mT).masked_fill((mask == 0) | (mask.tril(-10) == 1), -1e9).softmax(-1) @ v
+
+
+class Capped(Layers):
+    def forward(self, tokens: Tensor) -> Tensor:
+        return 2 * torch.tanh(super().forward(tokens) / 2)
+
+
+class Normalised(Layers):
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens).log_softmax(-1)
 
 
 class Linearised(WrittenOut):
@@ -261,9 +312,9 @@ class Crossing(Grouped):
         return x + F.scaled_dot_product_attention(q, k, k, is_causal=True).transpose(1, 2).flatten(-2)
 
 
-def adopted(layer: type[nn.Module], **attributes: Any) -> AdoptedModule:
+def adopted(layer: type[nn.Module], body: type[Layers] = Layers, **attributes: Any) -> AdoptedModule:
     values = {"positions": ("table",), "head": "head", "context_length": N, **attributes}
-    kind = type("Mine", (AdoptedModule,), {**values, "build": lambda self, config: Layers([layer()])})
+    kind = type("Mine", (AdoptedModule,), {**values, "build": lambda self, config: body([layer()])})
     module: AdoptedModule = kind({})
     return cast("AdoptedModule", randomized(module))
 
@@ -277,6 +328,9 @@ def adopted(layer: type[nn.Module], **attributes: Any) -> AdoptedModule:
         (lambda: adopted(Grouped, positions=("tabel",)), "positions: Layers has nothing named 'tabel'; it has tokens"),
         (lambda: adopted(Grouped, head="lm_head"), "head: Layers has nothing named 'lm_head'"),
         (lambda: adopted(Unmasked), "attention 0 has no causal mask"),
+        (lambda: adopted(FutureAlone), "attention 0 has no causal mask"),
+        (lambda: adopted(Windowed), f"not what its own forward gives for {N} tokens"),
+        (lambda: adopted(Grouped, Capped), "does something behind the output layer (a scale, a softcap)"),
         (lambda: adopted(BaseTwo), "in a way that is not known: pow of its scores; known are a scale, masks, softmax"),
         (lambda: adopted(Reweighted), "in a way that is not known: mul after its softmax"),
         (lambda: adopted(Linearised), "no softmax before the values"),

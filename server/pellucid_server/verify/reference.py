@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from pellucid_model.adopt import AdoptedModule
+from pellucid_model.adopt import AdoptedModule, logits_of
 from pellucid_model.attention import ReferenceAttend
 from pellucid_model.contract import Attend, DecoderModel
 from pellucid_model.errors import ModelError
@@ -99,7 +99,7 @@ class OwnModule(Reference):
 
 
 class OwnForward(Reference):
-    """A forward of batch form, tokens [1, n] -> logits [1, n, V], alone, first in a tuple or as `.logits`."""
+    """A forward of batch form, tokens [1, n] -> logits [1, n, V], alone, first in a tuple, or as `logits`."""
 
     def __init__(self, call: Callable[[Tensor], Any], what: str, module: nn.Module | None = None) -> None:
         self._call, self.module = call, module
@@ -121,13 +121,7 @@ class OwnForward(Reference):
         return rows
 
     def _rows(self, tokens: list[int]) -> Tensor:
-        out = self._call(torch.tensor([tokens]))
-        if isinstance(out, tuple | list):
-            out = out[0]
-        out = getattr(out, "logits", out)
-        if not isinstance(out, Tensor) or out.dim() not in (2, 3):
-            raise ModelError("the reference gives no logits [1, n, V]")
-        return out.flatten(0, -2)
+        return logits_of(self._call(torch.tensor([tokens])))
 
 
 def make_reference(path: Path, module: str, wanted: str) -> Reference:
