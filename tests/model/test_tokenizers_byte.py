@@ -82,3 +82,12 @@ def test_a_file_that_breaks_the_rules(tmp_path: Path, changes: dict[str, Any], s
     with pytest.raises(TokenizerError) as caught:
         load_tokenizer(tmp_path)
     assert says in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer.model", "tokenizer_config.json"])
+def test_a_folder_in_the_place_of_a_file_is_one_clear_line(name: str, tmp_path: Path) -> None:
+    if name == "tokenizer_config.json":
+        (tmp_path / "tokenizer.json").write_text('{"model": {}}')
+    (tmp_path / name).mkdir()
+    with pytest.raises(TokenizerError, match=rf"{name} cannot be read: Is a directory"):
+        load_tokenizer(tmp_path)

@@ -69,6 +69,8 @@ def read_object(path: Path) -> dict[str, Any]:
         return {}
     try:
         content = json.loads(path.read_bytes())
+    except OSError as error:
+        raise TokenizerError(f"{path} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
         raise TokenizerError(f"{path}: not valid JSON: {error}") from None
     if not isinstance(content, dict):

@@ -25,7 +25,13 @@ def load_tokenizer(checkpoint: str | Path) -> Tokenizer | None:
 
     Raises TokenizerError; its message is one line that names the file and the part of it that cannot be used.
     """
-    path = Path(checkpoint)
+    try:
+        return _found(Path(checkpoint))
+    except OSError as error:
+        raise TokenizerError(f"{error.filename} cannot be read: {error.strerror}") from None
+
+
+def _found(path: Path) -> Tokenizer | None:
     if is_gguf(path):
         return _converted(path, read_gguf_tokenizer)
     if (path / "tokenizer.json").exists():
