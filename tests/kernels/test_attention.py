@@ -46,6 +46,8 @@ OPTIONS = (
     "rolling, alibi, bfloat16",
     "window of 63",
     "head of 1",
+    "head of 33, bfloat16, one kv head for twenty",
+    "head of 128, bfloat16",
 )
 
 
@@ -61,8 +63,12 @@ def option(request: pytest.FixtureRequest) -> Setup:
 
 def test_agrees_with_float64(kernels: Kernels, setup: Setup) -> None:
     paged = PagedSequences(setup)
-    out = paged.run_all(kernels)
-    torch.testing.assert_close(out.double(), paged.oracle(), rtol=0, atol=4e-6)
+    error = paged.run_all(kernels).double() - paged.oracle()
+    if setup.dtype == BF16 and kernels.name != "torch":  # queries and weights are rounded to eight bits as well
+        assert error.abs().max() < 2e-2
+        assert error.square().mean().sqrt() < 2e-3
+    else:
+        assert error.abs().max() < 4e-6
 
 
 def test_cache_holds_rotated_keys_and_values(kernels: Kernels, setup: Setup) -> None:
@@ -70,10 +76,10 @@ def test_cache_holds_rotated_keys_and_values(kernels: Kernels, setup: Setup) -> 
     paged.run_all(kernels)
     error = 2**-8 if setup.dtype == BF16 else 2e-6
     for sequence, length in enumerate(setup.lengths):
-        keys = paged.rotated(paged.k[sequence].double(), torch.arange(length))
-        torch.testing.assert_close(paged.cached(paged.k_cache, sequence), keys, rtol=error, atol=2e-6)
-        values = paged.v[sequence].to(setup.dtype).double()
-        torch.testing.assert_close(paged.cached(paged.v_cache, sequence), values, rtol=0, atol=0)
+        keys, values = paged.cached(sequence)
+        expected = paged.rotated(paged.k[sequence].double(), torch.arange(length))
+        torch.testing.assert_close(keys, expected, rtol=error, atol=2e-6)
+        assert torch.equal(values, paged.v[sequence].to(setup.dtype).double())
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 64])
@@ -111,6 +117,34 @@ def test_threads_change_no_bit(native: NativeKernels, option: Setup, monkeypatch
         results.append(PagedSequences(option).run_all(native))
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"dtype": BF16}, {"window": 400, "sinks": 200, "rolling": True, "dtype": BF16}], ids=str
+)
+def test_a_long_context_split_between_threads_changes_no_bit(
+    native: NativeKernels, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setup = Setup(lengths=(700,), query_heads=3, kv_heads=1, dim=40, block_size=128, rotary_dim=40, **changes)
+    paged = PagedSequences(setup)
+    rows = [(0, t) for t in range(700)]
+    expected = paged.run(native, rows)[-1]
+    for threads in (1, 2, 3):
+        monkeypatch.setattr(library, "_threads", threads)
+        assert torch.equal(paged.run(native, rows[-1:])[0], expected)
+    torch.testing.assert_close(expected.double(), paged.oracle()[-1], rtol=0, atol=5e-3 if changes else 4e-6)
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 16])
+def test_blocks_between_what_rows_of_one_call_see_may_be_gone(native: NativeKernels, block_size: int) -> None:
+    setup = Setup(lengths=(120,), window=5, block_size=block_size)
+    expected = PagedSequences(setup).run_all(native)
+    paged = PagedSequences(setup)
+    rows = [(0, 10), (0, 22), (0, 119)]
+    paged.run_all(native)
+    seen = {position // block_size for _, t in rows for position in range(t - 4, t + 1)}
+    paged.block_tables[0, [b for b in range(120 // block_size) if b not in seen]] = -1
+    assert torch.equal(paged.run(native, rows), expected[[t for _, t in rows]])
 
 
 def test_rows_before_the_window_moves_are_plain_causal_rows(native: NativeKernels) -> None:
@@ -213,6 +247,10 @@ def _break_bias(paged: PagedSequences, arguments: dict[str, Any]) -> None:
     arguments["distance_bias"] = torch.zeros(4, 0)
 
 
+def _break_block_size(paged: PagedSequences, arguments: dict[str, Any]) -> None:
+    paged.k_cache, paged.v_cache = (torch.zeros(30, 2, 24, 16) for _ in range(2))
+
+
 def _break_window(paged: PagedSequences, arguments: dict[str, Any]) -> None:
     arguments["window"] = torch.zeros(4, dtype=torch.int32)
 
@@ -226,6 +264,7 @@ def _break_window(paged: PagedSequences, arguments: dict[str, Any]) -> None:
         (_break_type, "positions"),
         (_break_window, "window"),
         (_break_bias, "distance_bias"),
+        (_break_block_size, "24"),
     ],
 )
 def test_names_the_argument_that_does_not_fit(

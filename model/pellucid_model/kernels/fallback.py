@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pellucid_model.kernels.cache_layout import PlainLayout
 from pellucid_model.kernels.interface import Activation, PackedLinear, WeightFormat
 from pellucid_model.kernels.native import ACTIVATIONS, check_attention_shapes
 from pellucid_model.kernels.packing import check_linear_shapes
@@ -20,6 +21,7 @@ class TorchKernels:
 
     name = "torch"
     batch_invariant = False
+    cache_layout = PlainLayout()
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None, format: WeightFormat) -> PackedLinear:
         check_linear_shapes(weight, bias)
@@ -80,16 +82,20 @@ class TorchKernels:
         positions = positions.long()
         sink_positions = positions if sink_query_positions is None else sink_query_positions.long()
         if k is not None and v is not None:
-            _write_cache(k_cache, rotate(k, positions, angles, interleaved), row_sequence, positions, block_tables)
-            _write_cache(v_cache, v, row_sequence, positions, block_tables)
+            blocks, slots = _slots(k_cache, row_sequence, positions, block_tables)
+            self.cache_layout.write((k_cache, v_cache), blocks, slots, rotate(k, positions, angles, interleaved), v)
 
         group = q.shape[1] // k_cache.shape[1]
         out = torch.empty_like(q)
         for sequence in row_sequence.unique().tolist():
             rows = (row_sequence == sequence).nonzero().squeeze(1)
             at, length = positions[rows], int(positions[rows].max()) + 1
-            keys = _gather(k_cache, block_tables[sequence], length).to(q.dtype).repeat_interleave(group, dim=0)
-            values = _gather(v_cache, block_tables[sequence], length).to(q.dtype).repeat_interleave(group, dim=0)
+            # What no block holds is whatever block 0 contains.
+            held = block_tables[sequence, : -(-length // k_cache.shape[2])].clamp(min=0).long()
+            keys, values = (
+                each.flatten(0, 1)[:length].transpose(0, 1).to(q.dtype).repeat_interleave(group, dim=0)  # [Hq, j, D]
+                for each in self.cache_layout.read((k_cache, v_cache), held, q.shape[2])
+            )
 
             def score(query_positions: Tensor, rows: Tensor = rows, keys: Tensor = keys) -> Tensor:
                 query = rotate(q[rows], query_positions, angles, interleaved)
@@ -133,22 +139,16 @@ def rotate(x: Tensor, positions: Tensor, angles: tuple[Tensor, Tensor] | None, i
     return torch.cat((head, rest), dim=-1)
 
 
-def _write_cache(cache: Tensor, new: Tensor, row_sequence: Tensor, positions: Tensor, block_tables: Tensor) -> None:
-    """cache [blocks, Hkv, block_size, D]; new [T, Hkv, D]."""
+def _slots(cache: Tensor, row_sequence: Tensor, positions: Tensor, block_tables: Tensor) -> tuple[Tensor, Tensor]:
+    """The block and the slot in it [T] int64 of each row's own position. cache [blocks, Hkv, block_size, W]."""
     size = cache.shape[2]
-    slots = block_tables.shape[1] * size
-    if positions.numel() and (int(positions.min()) < 0 or int(positions.max()) >= slots):
-        raise ValueError(f"positions holds a value below 0 or beyond block_tables ({slots} slots)")
+    held = block_tables.shape[1] * size
+    if positions.numel() and (int(positions.min()) < 0 or int(positions.max()) >= held):
+        raise ValueError(f"positions holds a value below 0 or beyond block_tables ({held} slots)")
     blocks = block_tables[row_sequence.long(), positions // size].long()
     if blocks.numel() and (int(blocks.min()) < 0 or int(blocks.max()) >= cache.shape[0]):
         raise ValueError(f"block_tables has no block in 0 to {cache.shape[0]} - 1 for a position that a row writes")
-    cache[blocks, :, positions % size] = new.to(cache.dtype)
-
-
-def _gather(cache: Tensor, table: Tensor, length: int) -> Tensor:
-    """The first `length` slots of one sequence: [Hkv, length, D]. What no block holds is whatever block 0 contains."""
-    held = table[: -(-length // cache.shape[2])].clamp(min=0)
-    return cache[held.long()].transpose(0, 1).flatten(1, 2)[:, :length]
+    return blocks, positions % size
 
 
 def _weighted_values(scores: Tensor, visible: Tensor, values: Tensor) -> Tensor:

@@ -7,6 +7,8 @@ from typing import Literal, Protocol
 
 from torch import Tensor
 
+from pellucid_model.kernels.cache_layout import CacheLayout
+
 WeightFormat = Literal["float32", "bfloat16", "int8", "int4"]
 """How weights of linear layers are stored; quantization.py says what the integers stand for."""
 Activation = Literal["relu", "gelu", "gelu_tanh", "silu"]
@@ -39,6 +41,11 @@ class Kernels(Protocol):
     @property
     def batch_invariant(self) -> bool:
         """Whether a row's result is the same to the last bit whatever else is in the batch."""
+        ...
+
+    @property
+    def cache_layout(self) -> CacheLayout:
+        """How the tensors of the KV cache are to be read and written by others."""
         ...
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None, format: WeightFormat) -> PackedLinear:
@@ -88,7 +95,8 @@ class Kernels(Protocol):
         q                     [T, Hq, D], not rotated
         k, v                  [T, Hkv, D], k not rotated; query head h reads kv head h // (Hq / Hkv); both None where
                               another layer has written the rows' keys and values into this cache already
-        k_cache, v_cache      [blocks, Hkv, block_size, D], float32 or bfloat16, changed in place; keys are kept rotated
+        k_cache, v_cache      [blocks, Hkv, block_size, W], float32 or bfloat16, changed in place; keys are rotated.
+                              cache_layout.py: W, and what lies where. block_size divides 16 or is a multiple of it
         row_sequence          int32 [T]: which of the S sequences a row belongs to
         positions             int32 [T]: index in the sequence, hence its slot: block table[position // block_size]
         block_tables          int32 [S, n]: cache block of each block of positions; -1 where none is held, which is

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from pellucid_model.kernels import library
+from pellucid_model.kernels.cache_layout import GRANULE, GranuleLayout, stored_width
 from pellucid_model.kernels.huge_pages import WeightMemory
 from pellucid_model.kernels.interface import Activation, PackedLinear, WeightFormat
 from pellucid_model.kernels.packing import check_linear_shapes, pack
@@ -50,6 +51,7 @@ class NativeKernels:
     """One compiled variant. A row's result does not depend on the batch, the chunk or the number of threads."""
 
     batch_invariant = True
+    cache_layout = GranuleLayout()
 
     def __init__(self, variant: str) -> None:
         self.name = variant
@@ -125,6 +127,10 @@ class NativeKernels:
         check_attention_shapes(q, k, v, k_cache, block_tables, cos, sin, distance_bias)
         rows, query_heads, dim = q.shape
         blocks, kv_heads, block_size, _ = k_cache.shape
+        if block_size % GRANULE and GRANULE % block_size:
+            raise ValueError(
+                f"k_cache has blocks of {block_size} tokens; accepted: divisors and multiples of {GRANULE}"
+            )
         sequences, table_width = block_tables.shape
         floats, ints = torch.float32, torch.int32
         _check("q", q, floats, (rows, query_heads, dim))
@@ -205,8 +211,9 @@ def check_attention_shapes(
         raise ValueError(f"distance_bias must be [Hq, B] with B >= 1, not {list(distance_bias.shape)}")
     if q.dim() != 3 or 0 in q.shape[1:]:
         raise ValueError(f"q must be [T, Hq, D], not {list(q.shape)}")
-    if k_cache.dim() != 4 or k_cache.shape[3] != q.shape[2] or 0 in k_cache.shape[1:]:
-        raise ValueError(f"k_cache must be [blocks, Hkv, block_size, {q.shape[2]}], not {list(k_cache.shape)}")
+    width = stored_width(q.shape[2], k_cache.dtype)
+    if k_cache.dim() != 4 or k_cache.shape[3] != width or 0 in k_cache.shape[1:]:
+        raise ValueError(f"k_cache must be [blocks, Hkv, block_size, {width}], not {list(k_cache.shape)}")
     if q.shape[1] % k_cache.shape[1] != 0:
         raise ValueError(f"q has {q.shape[1]} heads, which is no multiple of the {k_cache.shape[1]} heads of k_cache")
     if block_tables.dim() != 2:

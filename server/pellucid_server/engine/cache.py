@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from pellucid_model.contract import DecoderModel
+from pellucid_model.kernels.cache_layout import stored_width
 from pellucid_model.kernels.huge_pages import untouched_zeros
 from pellucid_model.recording import LayerCall, record_calls
 
@@ -17,7 +18,10 @@ LayerShape = LayerCall
 
 
 class KVCache:
-    """Keys and values of every layer, each [blocks, Hkv, block_size, D], so that a head's tokens lie together."""
+    """Keys and values of every layer, each [blocks, Hkv, block_size, W], so that a head's tokens lie together.
+
+    The kernels' `cache_layout` says what W is, and what lies where in a block.
+    """
 
     def __init__(
         self, shapes: list[LayerShape], blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
@@ -30,7 +34,7 @@ class KVCache:
                 self.layers.append(self.layers[shape.kv_from])
                 continue
             # On the CPU zeros are handed out by the system when they are touched: an empty cache takes no memory.
-            size = (blocks, shape.kv_heads, block_size, shape.head_dim)
+            size = (blocks, shape.kv_heads, block_size, stored_width(shape.head_dim, dtype))
             on_cpu = device.type == "cpu"
             keys, values = (
                 untouched_zeros(size, dtype) if on_cpu else torch.zeros(size, dtype=dtype, device=device)
@@ -48,7 +52,8 @@ class KVCache:
 
 def bytes_per_token(shapes: list[LayerShape], dtype: torch.dtype) -> int:
     """Cache bytes of one token over all layers."""
-    return sum(2 * shape.kv_heads * shape.head_dim * dtype.itemsize for shape in shapes if shape.kv_from is None)
+    kept = (shape for shape in shapes if shape.kv_from is None)
+    return sum(2 * shape.kv_heads * stored_width(shape.head_dim, dtype) * dtype.itemsize for shape in kept)
 
 
 def native_window(shapes: list[LayerShape]) -> int:

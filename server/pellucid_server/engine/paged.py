@@ -61,12 +61,11 @@ class PagedAttend(Attend):
         batch, positions, sequence = self._batch, self._batch.positions, self._batch.row_sequence.long()
         size = self._cache.block_size
         blocks = batch.block_tables[sequence, positions // size].long()
-        for cache, new in zip(self._cache.layers[layer], (rotated(k, positions, rotary), v), strict=True):
-            cache[blocks, :, positions % size] = new.to(cache.dtype)
+        layout, cache = self._kernels.cache_layout, self._cache.layers[layer]
+        layout.write(cache, blocks, positions % size, rotated(k, positions, rotary), v)
         held = batch.block_tables[:, : -(-batch.length // size)].clamp(min=0).long()  # [S, n]
         keys, values = (
-            cache[held].transpose(2, 3).flatten(1, 2)[:, : batch.length].to(k.dtype)
-            for cache in self._cache.layers[layer]
+            each.flatten(1, 2)[:, : batch.length].to(k.dtype) for each in layout.read(cache, held, k.shape[2])
         )
         rolling = None if batch.rolling is None else Rolling(**vars(batch.rolling))
         return gather(

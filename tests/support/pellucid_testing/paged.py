@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pellucid_model.contract import Rotary
 from pellucid_model.kernels import Kernels, RotaryTables
+from pellucid_model.kernels.cache_layout import CacheLayout, PlainLayout, stored_width
 
 
 @dataclass(frozen=True)
@@ -68,16 +69,18 @@ class PagedSequences:
         self.block_tables = torch.full((len(needed), width), -1, dtype=torch.int32)
         for sequence, blocks in enumerate(order.split(needed)):
             self.block_tables[sequence, : len(blocks)] = blocks
-        shape = (sum(needed) + 1, setup.kv_heads, setup.block_size, setup.dim)
+        shape = (sum(needed) + 1, setup.kv_heads, setup.block_size, stored_width(setup.dim, setup.dtype))
         self.k_cache = torch.full(shape, torch.nan, dtype=setup.dtype)
         self.v_cache = torch.full(shape, torch.nan, dtype=setup.dtype)
+        self.layout: CacheLayout = PlainLayout()
+        """Of the kernels that ran last."""
 
     def all_rows(self) -> list[tuple[int, int]]:
         return [(s, t) for s, length in enumerate(self.setup.lengths) for t in range(length)]
 
     def run(self, kernels: Kernels, rows: Sequence[tuple[int, int]], *, write: bool = True) -> Tensor:
         """One call for the given (sequence, position) rows -> [len(rows), Hq, D]; write: their keys and values too."""
-        setup = self.setup
+        setup, self.layout = self.setup, kernels.cache_layout
         count = len(setup.lengths)
         return kernels.paged_attention(
             torch.stack([self.q[s][t] for s, t in rows]),
@@ -109,19 +112,19 @@ class PagedSequences:
             done.update(zip(rows, self.run(kernels, rows), strict=True))
         return torch.stack([done[row] for row in self.all_rows()])
 
-    def cached(self, cache: Tensor, sequence: int) -> Tensor:
-        """What the cache holds of a sequence: [length, Hkv, D], float64."""
+    def cached(self, sequence: int) -> tuple[Tensor, Tensor]:
+        """Keys and values that the cache holds of a sequence: [length, Hkv, D] each, float64."""
         length, size = self.setup.lengths[sequence], self.setup.block_size
-        slots = [cache[self.block_tables[sequence, t // size], :, t % size] for t in range(length)]
-        return torch.stack(slots).double()
+        held = self.block_tables[sequence, : -(-length // size)].long()
+        keys, values = self.layout.read((self.k_cache, self.v_cache), held, self.setup.dim)
+        return keys.flatten(0, 1)[:length].double(), values.flatten(0, 1)[:length].double()
 
     def oracle(self) -> Tensor:
         """Attention in float64 over what the cache now holds: [sum of lengths, Hq, D]."""
         group = self.setup.query_heads // self.setup.kv_heads
         out = []
         for sequence in range(len(self.setup.lengths)):
-            keys = self.cached(self.k_cache, sequence).repeat_interleave(group, dim=1)
-            values = self.cached(self.v_cache, sequence).repeat_interleave(group, dim=1)
+            keys, values = (each.repeat_interleave(group, dim=1) for each in self.cached(sequence))
             out.append(self._oracle_sequence(sequence, keys, values))
         return torch.cat(out)
 

@@ -240,7 +240,7 @@ class Plan:
 
     def _set_attention(self, compiled: _Instruction, instruction: Attention) -> None:
         keys, values = self._caches[instruction.layer]
-        blocks, kv_heads, block_size, head_dim = keys.shape
+        blocks, kv_heads, block_size, _ = keys.shape
         options = instruction.options
         rotary, bias = options.rotary, options.distance_bias
         fixed = AttentionArguments(
@@ -251,7 +251,7 @@ class Plan:
             bias_width=0 if bias is None else bias.shape[1],
             query_heads=instruction.query_heads,
             kv_heads=kv_heads,
-            head_dim=head_dim,
+            head_dim=instruction.q.width // instruction.query_heads,
             blocks=blocks,
             block_size=block_size,
             rotary_dim=rotary.dim if rotary else 0,

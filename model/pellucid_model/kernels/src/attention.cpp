@@ -1,29 +1,94 @@
 // Causal attention of a ragged batch over a paged key-value cache.
 //
 // Side effects, in order: the new keys (rotated) and values of all rows, where there are any, are written into the
-// cache; then every row attends, reading all keys and values, its own included, from the cache. Prefill, chunked prefill and decode are
-// therefore one computation; attention_tile.h fixes its order, so that no bit depends on what else is in the batch.
-#include <optional>
+// cache; then every row attends, reading all keys and values, its own included, from the cache. Prefill, chunked
+// prefill and decode are therefore one computation; attention_tile.h fixes its order, so that no bit depends on what
+// else is in the batch, or on how the work is cut here.
+#include <memory>
 #include <vector>
 
 #include "attention_tile.h"
+#include "scratch.h"
 
 namespace pellucid {
 namespace {
 
-constexpr int kTokenRows = 48;  // (token, query head) pairs that share one reading of a key block, about
+constexpr int kTokenRows = 48;     // (token, query head) pairs that share one reading of a key block, about
+constexpr int kUnitsPerThread = 4;  // at least, where there is that much work; so that threads end together
 
-std::vector<TokenTile> token_tiles(const Arguments& a) {
-    const int64_t most = std::max<int64_t>(1, kTokenRows / (a.query_heads / a.kv_heads));
-    std::vector<TokenTile> tiles;
-    for (int64_t row = 0; row < a.rows;) {
-        int64_t end = row + 1;
-        while (end < a.rows && end - row < most && a.row_sequence[end] == a.row_sequence[row]) ++end;
-        tiles.push_back({row, end - row});
-        row = end;
-    }
-    return tiles;
+// Key blocks of all rows that a range touches; widened row by row.
+void widen(Range& blocks, const Range& positions) {
+    if (positions.empty()) return;
+    const Range touched{positions.begin / kBlock, (positions.end - 1) / kBlock + 1};
+    blocks = blocks.empty() ? touched
+                            : Range{std::min(blocks.begin, touched.begin), std::max(blocks.end, touched.end)};
 }
+
+struct Plan {
+    std::vector<TokenTile> tiles;
+    int64_t blocks = 0;  // key blocks times rows times kv heads
+    int64_t work = 0;    // multiply-adds of the whole call, about
+
+    void make(const Arguments& a) {
+        const int64_t most = std::max<int64_t>(1, kTokenRows / (a.query_heads / a.kv_heads));
+        int64_t keys = 0;
+        tiles.clear();
+        blocks = 0;
+        for (int64_t row = 0; row < a.rows;) {
+            TokenTile tile{row, 0, {0, 0}, {0, 0}};
+            do {
+                const Visible visible = visible_keys(a, row);
+                widen(tile.sink_blocks, visible.sinks);
+                widen(tile.window_blocks, visible.window);
+                keys += visible.sinks.size() + visible.window.size();
+                ++tile.count;
+                ++row;
+            } while (row < a.rows && tile.count < most && a.row_sequence[row] == a.row_sequence[tile.first]);
+            tiles.push_back(tile);
+            blocks += tile.count * tile.pieces() * a.kv_heads;
+        }
+        work = 4 * keys * a.query_heads * a.head_dim;
+    }
+};
+
+// What one thread does at a time: a tile's pieces [begin, end) of one kv head. partials -1: all of them, to the end.
+struct Unit {
+    const TokenTile* tile;
+    int64_t kv_head;
+    int32_t begin, end;
+    int64_t partials;  // where the tile's partials begin
+};
+
+struct Units {
+    std::vector<Unit> all, split;  // split: one for each tile and head that is in parts
+    int64_t partials = 0;          // numbers
+
+    // Tiles that would keep a thread busy for long are cut, so that the others have something to do.
+    void make(const Arguments& a, const Plan& plan, int threads) {
+        const int64_t group = a.query_heads / a.kv_heads, stride = divide_up(a.head_dim, 16) * 16;
+        const int64_t most = std::max<int64_t>(1, plan.blocks / (kUnitsPerThread * threads));
+        all.clear();
+        split.clear();
+        partials = 0;
+        for (auto tile = plan.tiles.rbegin(); tile != plan.tiles.rend(); ++tile) {  // the last rows see most: first
+            const int64_t cost = tile->count * tile->pieces();
+            const int64_t parts = threads == 1 ? 1 : std::min<int64_t>(divide_up(cost, most), tile->pieces());
+            for (int64_t head = 0; head < a.kv_heads; ++head) {
+                if (parts <= 1) {
+                    all.push_back({&*tile, head, 0, tile->pieces(), -1});
+                    continue;
+                }
+                split.push_back({&*tile, head, 0, tile->pieces(), partials});
+                for (int64_t part = 0; part < parts; ++part) {
+                    const auto begin = static_cast<int32_t>(tile->pieces() * part / parts);
+                    const auto end = static_cast<int32_t>(tile->pieces() * (part + 1) / parts);
+                    all.push_back({&*tile, head, begin, end, partials});
+                }
+                partials += tile->pieces() * Partial::size(tile->count * group, stride);
+            }
+        }
+    }
+};
 
 // The cache block that row `row` writes to, or -1.
 int64_t own_block(const Arguments& a, int64_t row) {
@@ -44,46 +109,60 @@ Status check(const Arguments& a) {
     return kOk;
 }
 
-void store_all(float* to, const float* from, int64_t size) { std::copy(from, from + size, to); }
-void store_all(bf16* to, const float* from, int64_t size) {
-    for (int64_t i = 0; i < size; ++i) to[i] = to_bf16(from[i]);
-}
-
-template <class Element>
-void write_cache(const Arguments& a, int64_t row, std::vector<float>& rotated) {
+template <class Format>
+void write_cache(const Arguments& a, int64_t row) {
+    using Number = typename Format::Number;
+    const HeadLayout<Format> layout(a.head_dim, a.block_size);
+    static thread_local std::vector<float> rotated;
+    static thread_local std::vector<Number> key, value;  // what they have beyond head_dim is 0
     rotated.resize(a.head_dim);
-    const int64_t slot = a.positions[row] % a.block_size;
+    key.assign(layout.width, Number{});
+    value.assign(layout.width, Number{});
     for (int64_t head = 0; head < a.kv_heads; ++head) {
-        const int64_t to = ((own_block(a, row) * a.kv_heads + head) * a.block_size + slot) * a.head_dim;
+        const int64_t to = layout.head(a, own_block(a, row), head);
         rotate(a, a.k + row * a.k_stride + head * a.head_dim, a.positions[row], rotated.data());
-        store_all(static_cast<Element*>(a.k_cache) + to, rotated.data(), a.head_dim);
-        store_all(static_cast<Element*>(a.v_cache) + to, a.v + row * a.v_stride + head * a.head_dim, a.head_dim);
+        store_rounded(rotated.data(), a.head_dim, key.data());
+        store_rounded(a.v + row * a.v_stride + head * a.head_dim, a.head_dim, value.data());
+        store_token(layout, key.data(), value.data(), a.positions[row] % a.block_size,
+                    static_cast<Number*>(a.k_cache) + to, static_cast<Number*>(a.v_cache) + to);
     }
 }
 
-// Multiply-adds of the whole call, about.
-int64_t work(const Arguments& a) {
-    int64_t keys = 0;
-    for (int64_t row = 0; row < a.rows; ++row) {
-        const Visible visible = visible_keys(a, row);
-        keys += visible.sinks.end + visible.window.end - visible.window.begin;
-    }
-    return 4 * keys * a.query_heads * a.head_dim;
-}
-
-template <class Element>
-int32_t paged_attention(const Arguments& a) {
-    const std::vector<TokenTile> tiles = token_tiles(a);
-    const int threads = useful_threads(a.threads, work(a));
-    std::atomic<int32_t> status{kOk};
-    std::vector<std::vector<float>> rotated(threads);
-    if (a.k)
-        for_each_unit(threads, a.rows, [&](int64_t row, int worker) { write_cache<Element>(a, row, rotated[worker]); });
-    std::vector<std::optional<TileAttention<Element>>> attention(threads);
-    for_each_unit(threads, static_cast<int64_t>(tiles.size()) * a.kv_heads, [&](int64_t unit, int worker) {
-        if (!attention[worker]) attention[worker].emplace(a, status);
-        attention[worker]->run(tiles[unit / a.kv_heads], unit % a.kv_heads);
+template <class Format>
+void write_cache(const Arguments& a) {
+    const int threads = useful_threads(a.threads, 4 * a.rows * a.kv_heads * a.head_dim);
+    const EvenParts parts(a.rows, std::max<int64_t>(1, divide_up(a.rows, kUnitsPerThread * threads)));
+    for_each_unit(threads, parts.count, [&](int64_t part, int) {
+        for (int64_t i = 0; i < parts.size(part); ++i) write_cache<Format>(a, parts.begin(part) + i);
     });
+}
+
+template <class Format>
+TileAttention<Format>& tile_attention() {
+    static thread_local const auto own = std::make_unique<TileAttention<Format>>();
+    return *own;
+}
+
+template <class Format>
+int32_t paged_attention(const Arguments& a) {
+    static thread_local Plan plan;
+    static thread_local Units units;
+    plan.make(a);
+    const int threads = useful_threads(a.threads, plan.work);
+    units.make(a, plan, threads);
+    float* const partials = scratch<float, kAttentionPartials>(units.partials);
+    std::atomic<int32_t> status{kOk};
+    if (a.k) write_cache<Format>(a);
+    for_each_unit(threads, static_cast<int64_t>(units.all.size()), [&, all = units.all.data()](int64_t i, int) {
+        const Unit& unit = all[i];
+        auto& attention = tile_attention<Format>();
+        if (unit.partials < 0)
+            attention.run(a, status, *unit.tile, unit.kv_head);
+        else
+            attention.run_part(a, status, *unit.tile, unit.kv_head, unit.begin, unit.end, partials + unit.partials);
+    });
+    for (const Unit& unit : units.split)
+        tile_attention<Format>().finish(a, status, *unit.tile, unit.kv_head, partials + unit.partials);
     return status;
 }
 
@@ -95,5 +174,6 @@ int32_t paged_attention(const Arguments& a) {
 extern "C" int32_t pellucid_paged_attention(const pellucid::Arguments* arguments) {
     using namespace pellucid;
     if (const Status status = check(*arguments); status != kOk) return status;
-    return arguments->cache_is_bfloat16 ? paged_attention<bf16>(*arguments) : paged_attention<float>(*arguments);
+    return arguments->cache_is_bfloat16 ? paged_attention<Bfloat16Format>(*arguments)
+                                        : paged_attention<Float32Format>(*arguments);
 }

@@ -12,8 +12,8 @@ struct Arguments {
     const float* q;        // [T, Hq, D]
     const float* k;        // [T, Hkv, D], or null: the cache holds all keys and values already
     const float* v;        // [T, Hkv, D], or null
-    void* k_cache;         // [blocks, Hkv, block_size, D]
-    void* v_cache;         // [blocks, Hkv, block_size, D]
+    void* k_cache;         // [blocks, Hkv, block_size, W], see attention_cache.h
+    void* v_cache;         // [blocks, Hkv, block_size, W]
     float* out;            // [T, Hq, D]
     const int32_t* row_sequence;          // [T]
     const int32_t* positions;             // [T]
@@ -38,6 +38,9 @@ enum Status : int32_t { kOk, kBadRowSequence, kBadPosition, kBadSinkQueryPositio
 struct Range {
     int32_t begin, end;
     bool empty() const { return begin >= end; }
+    int32_t size() const { return end - begin; }
+    bool holds(int32_t i) const { return begin <= i && i < end; }
+    Range from(int32_t start) const { return {begin - start, end - start}; }
     Range clip(int32_t from, int32_t to) const { return {std::max(begin, from), std::min(end, to)}; }
 };
 

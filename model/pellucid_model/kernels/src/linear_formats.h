@@ -23,8 +23,15 @@ PELLUCID_INLINE const Weight* vector_of(const std::byte* panel, int64_t panel_by
 
 struct Float32Format {
     using Left = float;
+    using Number = float;
+    static constexpr int kPack = 1;  // numbers that one step of a chain takes
     static constexpr int kRows = kTileRows, kWideRows = kWideTileRows;
     static constexpr bool kTakesFloats = true;  // no need to prepare rows
+
+    static PELLUCID_INLINE F16 left_pack(const Left* x) { return broadcast(*x); }
+    static PELLUCID_INLINE F16 right_packs(const Number* y) { return load(y); }
+    static PELLUCID_INLINE F16 right_packs(const Number* y, int count) { return load(y, count); }
+    static PELLUCID_INLINE F16 multiply_add(F16 a, F16 b, F16 sum) { return fma(a, b, sum); }
 
     static int64_t left_per_row(int64_t inputs) { return inputs; }
     static int64_t panel_bytes(int64_t inputs) { return inputs * kPanel * 4; }
@@ -42,21 +49,51 @@ struct Float32Format {
         const std::byte* panel;
         int64_t panel_bytes;
 
-        PELLUCID_INLINE F16 left(int r, int64_t k) const { return broadcast(x[r * x_stride + k]); }
+        PELLUCID_INLINE F16 left(int r, int64_t k) const { return left_pack(x + r * x_stride + k); }
         PELLUCID_INLINE F16 right(int64_t k, int v) const {
-            return load(vector_of<float>(panel, panel_bytes, v, k * kPanel + (v % 2) * 16));
+            return right_packs(vector_of<float>(panel, panel_bytes, v, k * kPanel + (v % 2) * 16));
         }
-        PELLUCID_INLINE F16 multiply_add(F16 a, F16 b, F16 sum) const { return fma(a, b, sum); }
+        PELLUCID_INLINE F16 multiply_add(F16 a, F16 b, F16 sum) const {
+            return Float32Format::multiply_add(a, b, sum);
+        }
     };
 };
 
 struct Bfloat16Format {
+    using Number = bf16;
+    static constexpr int kPack = 2;
 #if defined(__AVX512BF16__)
     using Left = bf16;
     static void round(Left* to, float x) { *to = to_bf16(x); }
+
+    static PELLUCID_INLINE __m512bh left_pack(const Left* x) {
+        int32_t pair;
+        std::memcpy(&pair, x, sizeof pair);
+        return reinterpret_cast<__m512bh>(_mm512_set1_epi32(pair));
+    }
+    static PELLUCID_INLINE __m512bh right_packs(const Number* y) {
+        return reinterpret_cast<__m512bh>(_mm512_loadu_si512(y));
+    }
+    static PELLUCID_INLINE __m512bh right_packs(const Number* y, int count) {
+        return reinterpret_cast<__m512bh>(_mm512_maskz_loadu_epi32(first_lanes(count), y));
+    }
+    static PELLUCID_INLINE F16 multiply_add(__m512bh a, __m512bh b, F16 sum) {
+        return {_mm512_dpbf16_ps(sum.v, a, b)};
+    }
 #else  // kept as rounded floats; pairs of weights are widened as they are read
     using Left = float;
     static void round(Left* to, float x) { *to = to_float(to_bf16(x)); }
+
+    static PELLUCID_INLINE F16Pair left_pack(const Left* x) { return {broadcast(x[0]), broadcast(x[1])}; }
+    static PELLUCID_INLINE F16Pair right_packs(const Number* y) { return load_pairs(y); }
+    static PELLUCID_INLINE F16Pair right_packs(const Number* y, int count) {
+        bf16 padded[32] = {};
+        std::memcpy(padded, y, 2 * count * sizeof *y);
+        return load_pairs(padded);
+    }
+    static PELLUCID_INLINE F16 multiply_add(F16Pair a, F16Pair b, F16 sum) {
+        return fma(a.second, b.second, fma(a.first, b.first, sum));
+    }
 #endif
     static constexpr int kRows = kTileRows, kWideRows = kWideTileRows;
     static constexpr bool kTakesFloats = false;
@@ -64,7 +101,14 @@ struct Bfloat16Format {
     static int64_t left_per_row(int64_t inputs) { return divide_up(inputs, 2) * 2; }
     static int64_t panel_bytes(int64_t inputs) { return divide_up(inputs, 2) * 2 * kPanel * 2; }
     static void prepare(const float* x, int64_t inputs, Left* row) {
-        for (int64_t k = 0; k < inputs; ++k) round(row + k, x[k]);
+        int64_t k = 0;
+#if defined(__AVX512BF16__)  // the product takes subnormal numbers as 0, and so does this rounding
+        for (; k + 16 <= inputs; k += 16) {
+            const __m256bh rounded = _mm512_cvtneps_pbh(_mm512_loadu_ps(x + k));
+            std::memcpy(row + k, &rounded, sizeof rounded);
+        }
+#endif
+        for (; k < inputs; ++k) round(row + k, x[k]);
         if (inputs % 2 != 0) round(row + inputs, 0.0f);
     }
 
@@ -80,31 +124,14 @@ struct Bfloat16Format {
         const std::byte* panel;
         int64_t panel_bytes;
 
-        PELLUCID_INLINE const bf16* weights(int64_t k, int v) const {
-            return vector_of<bf16>(panel, panel_bytes, v, (k * kPanel + (v % 2) * 16) * 2);
+        PELLUCID_INLINE auto left(int r, int64_t k) const { return left_pack(x + r * x_stride + 2 * k); }
+        PELLUCID_INLINE auto right(int64_t k, int v) const {
+            return right_packs(vector_of<bf16>(panel, panel_bytes, v, (k * kPanel + (v % 2) * 16) * 2));
         }
-#if defined(__AVX512BF16__)
-        PELLUCID_INLINE __m512bh left(int r, int64_t k) const {
-            int32_t pair;
-            std::memcpy(&pair, x + r * x_stride + 2 * k, sizeof pair);
-            return reinterpret_cast<__m512bh>(_mm512_set1_epi32(pair));
+        template <class Pair>
+        PELLUCID_INLINE F16 multiply_add(Pair a, Pair b, F16 sum) const {
+            return Bfloat16Format::multiply_add(a, b, sum);
         }
-        PELLUCID_INLINE __m512bh right(int64_t k, int v) const {
-            return reinterpret_cast<__m512bh>(_mm512_loadu_si512(weights(k, v)));
-        }
-        PELLUCID_INLINE F16 multiply_add(__m512bh a, __m512bh b, F16 sum) const {
-            return {_mm512_dpbf16_ps(sum.v, a, b)};
-        }
-#else
-        PELLUCID_INLINE F16Pair left(int r, int64_t k) const {
-            const float* pair = x + r * x_stride + 2 * k;
-            return {broadcast(pair[0]), broadcast(pair[1])};
-        }
-        PELLUCID_INLINE F16Pair right(int64_t k, int v) const { return load_pairs(weights(k, v)); }
-        PELLUCID_INLINE F16 multiply_add(F16Pair a, F16Pair b, F16 sum) const {
-            return fma(a.second, b.second, fma(a.first, b.first, sum));
-        }
-#endif
     };
 };
 

@@ -7,7 +7,7 @@
 namespace pellucid {
 namespace {
 
-enum Use { kPreparedRows, kNormalisedRow };
+enum Use { kPreparedRows, kNormalisedRow, kAttentionPartials };
 
 // At least `count` numbers, uninitialised, aligned to a cache line, valid until the same thread asks for the same again.
 template <class T, Use>

@@ -27,6 +27,7 @@ namespace pellucid {
 namespace {
 
 PELLUCID_INLINE void prefetch(const void* p) { __builtin_prefetch(p); }
+PELLUCID_INLINE void prefetch_to_l2(const void* p) { __builtin_prefetch(p, 0, 2); }
 
 // The upper half of a float.
 struct bf16 {
@@ -97,36 +98,6 @@ PELLUCID_INLINE F16 shift_left_23(F16 x) {
     return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(x.v), 23))};
 }
 
-PELLUCID_INLINE void transpose(F16 (&rows)[16]) {
-    __m512 a[16], b[16];
-#pragma GCC unroll 8
-    for (int i = 0; i < 16; i += 2) {
-        a[i] = _mm512_unpacklo_ps(rows[i].v, rows[i + 1].v);
-        a[i + 1] = _mm512_unpackhi_ps(rows[i].v, rows[i + 1].v);
-    }
-#pragma GCC unroll 4
-    for (int i = 0; i < 16; i += 4) {
-#pragma GCC unroll 2
-        for (int j = 0; j < 2; ++j) {
-            const __m512d low = _mm512_castps_pd(a[i + j]), high = _mm512_castps_pd(a[i + 2 + j]);
-            b[i + 2 * j] = _mm512_castpd_ps(_mm512_unpacklo_pd(low, high));
-            b[i + 2 * j + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(low, high));
-        }
-    }
-    // b[4 q + c], quarter l = column 4 l + c of rows 4 q to 4 q + 3.
-#pragma GCC unroll 4
-    for (int c = 0; c < 4; ++c) {
-        const __m512 even_low = _mm512_shuffle_f32x4(b[c], b[4 + c], 0x88);
-        const __m512 odd_low = _mm512_shuffle_f32x4(b[c], b[4 + c], 0xdd);
-        const __m512 even_high = _mm512_shuffle_f32x4(b[8 + c], b[12 + c], 0x88);
-        const __m512 odd_high = _mm512_shuffle_f32x4(b[8 + c], b[12 + c], 0xdd);
-        rows[c] = {_mm512_shuffle_f32x4(even_low, even_high, 0x88)};
-        rows[8 + c] = {_mm512_shuffle_f32x4(even_low, even_high, 0xdd)};
-        rows[4 + c] = {_mm512_shuffle_f32x4(odd_low, odd_high, 0x88)};
-        rows[12 + c] = {_mm512_shuffle_f32x4(odd_low, odd_high, 0xdd)};
-    }
-}
-
 // Rows of a register tile that is two F16 wide, and of one that is four wide: as many accumulators as registers hold.
 constexpr int kTileRows = 14;
 constexpr int kWideTileRows = 6;
@@ -182,40 +153,6 @@ PELLUCID_INLINE F16 select_less(F16 a, F16 b, F16 x, F16 y) {
 PELLUCID_INLINE F16 shift_left_23(F16 x) {
     return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(x.low), 23)),
             _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(x.high), 23))};
-}
-
-PELLUCID_INLINE void transpose8(__m256 (&rows)[8]) {
-    __m256 a[8], b[8];
-#pragma GCC unroll 4
-    for (int i = 0; i < 8; i += 2) {
-        a[i] = _mm256_unpacklo_ps(rows[i], rows[i + 1]);
-        a[i + 1] = _mm256_unpackhi_ps(rows[i], rows[i + 1]);
-    }
-#pragma GCC unroll 2
-    for (int i = 0; i < 8; i += 4) {
-        b[i] = _mm256_shuffle_ps(a[i], a[i + 2], 0x44);
-        b[i + 1] = _mm256_shuffle_ps(a[i], a[i + 2], 0xee);
-        b[i + 2] = _mm256_shuffle_ps(a[i + 1], a[i + 3], 0x44);
-        b[i + 3] = _mm256_shuffle_ps(a[i + 1], a[i + 3], 0xee);
-    }
-#pragma GCC unroll 4
-    for (int c = 0; c < 4; ++c) {
-        rows[c] = _mm256_permute2f128_ps(b[c], b[4 + c], 0x20);
-        rows[4 + c] = _mm256_permute2f128_ps(b[c], b[4 + c], 0x31);
-    }
-}
-
-PELLUCID_INLINE void transpose(F16 (&rows)[16]) {
-    __m256 corner[2][2][8];
-    for (int i = 0; i < 16; ++i) {
-        corner[i / 8][0][i % 8] = rows[i].low;
-        corner[i / 8][1][i % 8] = rows[i].high;
-    }
-    for (auto& half : corner) {
-        transpose8(half[0]);
-        transpose8(half[1]);
-    }
-    for (int i = 0; i < 16; ++i) rows[i] = {corner[0][i / 8][i % 8], corner[1][i / 8][i % 8]};
 }
 
 constexpr int kTileRows = 3;
@@ -314,14 +251,6 @@ PELLUCID_INLINE F16 shift_left_23(F16 x) {
     return each_quad([=](int i) { return std::bit_cast<Quad>(std::bit_cast<QuadBits>(x.quads[i]) << 23); });
 }
 
-PELLUCID_INLINE void transpose(F16 (&rows)[16]) {
-    float in[16][16], out[16][16];
-    std::memcpy(in, rows, sizeof in);
-    for (int i = 0; i < 16; ++i)
-        for (int j = 0; j < 16; ++j) out[i][j] = in[j][i];
-    std::memcpy(rows, out, sizeof out);
-}
-
 #if defined(__x86_64__)  // 16 registers
 constexpr int kTileRows = 1;
 #else  // 32 registers
@@ -364,6 +293,26 @@ PELLUCID_INLINE F16 keep_lanes(F16 x, int begin, int end, F16 fill) {
 
 PELLUCID_INLINE F16 absolute(F16 x) { return max(x, broadcast(0.0f) - x); }
 
+#if defined(__AVX2__)
+// One number out of 16 lanes, by the tree above. combine takes __m256 and __m128.
+template <class Combine>
+PELLUCID_INLINE float reduce(F16 x, const Combine& combine) {
+#if defined(__AVX512F__)
+    const __m256 eight = combine(_mm512_castps512_ps256(x.v), _mm512_extractf32x8_ps(x.v, 1));
+#else
+    const __m256 eight = combine(x.low, x.high);
+#endif
+    const __m128 four = combine(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    const __m128 two = combine(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(combine(two, _mm_movehdup_ps(two)));
+}
+PELLUCID_INLINE float horizontal_sum(F16 x) {
+    return reduce(x, [](auto a, auto b) { return a + b; });
+}
+PELLUCID_INLINE float horizontal_max(F16 x) {
+    return reduce(x, [](auto a, auto b) { return a > b ? a : b; });
+}
+#else
 PELLUCID_INLINE float horizontal_sum(F16 x) {
     float lanes[16];
     store(lanes, x);
@@ -371,7 +320,6 @@ PELLUCID_INLINE float horizontal_sum(F16 x) {
         for (int i = 0; i < half; ++i) lanes[i] = lanes[i] + lanes[i + half];
     return lanes[0];
 }
-
 PELLUCID_INLINE float horizontal_max(F16 x) {
     float lanes[16];
     store(lanes, x);
@@ -379,14 +327,26 @@ PELLUCID_INLINE float horizontal_max(F16 x) {
         for (int i = 0; i < half; ++i) lanes[i] = lanes[i] > lanes[i + half] ? lanes[i] : lanes[i + half];
     return lanes[0];
 }
+#endif
 
 PELLUCID_INLINE F16 round_to_integer(F16 x) {  // |x| < 2^22
+#if defined(__AVX512F__)
+    return {_mm512_roundscale_ps(x.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
+#else
     const F16 magic = broadcast(0x1.8p23f);
     return (x + magic) - magic;
+#endif
 }
 
-PELLUCID_INLINE F16 power_of_two(F16 n) {  // n whole, in [-126, 127]
-    return shift_left_23(n + broadcast(0x1.8p23f + 127.0f));
+// x 2^n, rounded once; n whole, in [-252, 254], |x| about 1.
+PELLUCID_INLINE F16 times_power_of_two(F16 x, F16 n) {
+#if defined(__AVX512F__)
+    return {_mm512_scalef_ps(x.v, n.v)};
+#else
+    const auto power = [](F16 m) { return shift_left_23(m + broadcast(0x1.8p23f + 127.0f)); };  // m in [-126, 127]
+    const F16 half = round_to_integer(n * broadcast(0.5f));  // in two steps, so that 2^n may be subnormal or infinite
+    return x * power(half) * power(n - half);
+#endif
 }
 
 // e^x to about one part in ten million; 0 below the smallest subnormal, infinity above the largest float.
@@ -402,8 +362,7 @@ PELLUCID_INLINE F16 exp(F16 x) {
     p = fma(p, r, broadcast(0.166665211f));
     p = fma(p, r, broadcast(0.49999994f));
     p = fma(p, r * r, r) + broadcast(1.0f);
-    const F16 half = round_to_integer(n * broadcast(0.5f));  // in two steps, so that 2^n may be subnormal or infinite
-    return p * power_of_two(half) * power_of_two(n - half);
+    return times_power_of_two(p, n);
 }
 
 // tanh x: odd polynomial (minimax, fitted for this file) near 0, by exp elsewhere.

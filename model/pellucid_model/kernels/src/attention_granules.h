@@ -1,0 +1,111 @@
+// Where the keys and values of a key block lie: finds them in the cache by the block table.
+#pragma once
+
+#include <vector>
+
+#include "attention_cache.h"
+
+namespace pellucid {
+namespace {
+
+constexpr int kBlock = 128;  // keys per partial softmax
+constexpr int kGranules = kBlock / kGranule;
+
+// The granules of a key block, of one kv head.
+template <class Number>
+struct Granules {
+    const Number *keys[kGranules], *values[kGranules];
+};
+
+// Looks them up for one sequence and kv head at a time.
+template <class Format>
+class GranuleFinder {
+    using Number = typename Format::Number;
+
+public:
+    void start(const Arguments& arguments, int64_t sequence, int64_t kv_head) {
+        a_ = &arguments;
+        sequence_ = sequence;
+        kv_head_ = kv_head;
+        layout_ = HeadLayout<Format>(a_->head_dim, a_->block_size);
+        nothing_.resize(kGranule * layout_.width);
+    }
+
+    // Finds the granules of the keys from position `start` on, of which rows see `local` (from start), `seen` in all,
+    // and those of the key block behind it. False if the table does not hold one that a row sees.
+    bool find(int32_t start, Range seen, const std::vector<Range>& local) {
+        for (int32_t g = seen.begin / kGranule; g * kGranule < seen.end; ++g) {
+            if (layout_.granule < kGranule) {
+                if (!collect_granule(start, seen, local, g)) return false;
+            } else if (!find_granule(start + g * kGranule, g, here)) {
+                if (is_seen(local, {g * kGranule, (g + 1) * kGranule})) return false;
+                here.keys[g] = here.values[g] = nothing_.data();  // in a gap between what the rows see
+            }
+        }
+        find_ahead(start + kBlock);
+        return true;
+    }
+
+private:
+    static bool is_seen(const std::vector<Range>& local, Range keys) {
+        return std::any_of(local.begin(), local.end(),
+                           [=](const Range& range) { return !range.clip(keys.begin, keys.end).empty(); });
+    }
+
+    // The cache block that holds a position, or -1.
+    int64_t block_of(int64_t position) const {
+        const int64_t index = position / a_->block_size;
+        if (index >= a_->table_width) return -1;
+        const int32_t block = a_->block_tables[sequence_ * a_->table_width + index];
+        return block < a_->blocks ? block : -1;
+    }
+
+    bool find_granule(int64_t position, int g, Granules<Number>& granules) const {
+        const int64_t block = block_of(position);
+        if (block < 0) return false;
+        const int64_t at = layout_.head(*a_, block, kv_head_) + position % a_->block_size * layout_.width;
+        granules.keys[g] = static_cast<const Number*>(a_->k_cache) + at;
+        granules.values[g] = static_cast<const Number*>(a_->v_cache) + at;
+        return true;
+    }
+
+    // Puts a granule together from blocks that are smaller. False if one that a row sees is not held.
+    bool collect_granule(int32_t start, Range seen, const std::vector<Range>& local, int g) {
+        const int64_t size = kGranule * layout_.width;
+        collected_.resize(2 * kGranules * size);
+        Number *keys = &collected_[2 * g * size], *values = keys + size;
+        const HeadLayout<Format> whole(a_->head_dim, kGranule);
+        here.keys[g] = keys;
+        here.values[g] = values;
+        seen = seen.clip(g * kGranule, (g + 1) * kGranule);
+        for (int32_t key = seen.begin; key < seen.end; ++key) {
+            const int64_t position = start + key, block = block_of(position);
+            if (block < 0 && is_seen(local, {key, key + 1})) return false;
+            if (block < 0) continue;
+            const int64_t head = layout_.head(*a_, block, kv_head_);
+            copy_token(layout_, position % a_->block_size, static_cast<const Number*>(a_->k_cache) + head,
+                       static_cast<const Number*>(a_->v_cache) + head, whole, key % kGranule, keys, values);
+        }
+        return true;
+    }
+
+    // What to prefetch: the granules of the next block, where there are any.
+    void find_ahead(int32_t start) {
+        for (int g = 0; g < kGranules; ++g)
+            if (layout_.granule < kGranule || !find_granule(start + g * kGranule, g, ahead))
+                ahead.keys[g] = ahead.values[g] = nothing_.data();
+    }
+
+public:
+    Granules<Number> here, ahead;  // found last; ahead: to be prefetched
+
+private:
+    const Arguments* a_ = nullptr;
+    int64_t sequence_ = 0, kv_head_ = 0;
+    HeadLayout<Format> layout_{1, 1};
+    std::vector<Number> collected_;  // granules of small blocks
+    std::vector<Number> nothing_;    // a granule of zeros
+};
+
+}  // namespace
+}  // namespace pellucid
