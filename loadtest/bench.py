@@ -69,7 +69,9 @@ def _measure(model: BenchmarkModel, options: argparse.Namespace) -> dict[str, An
             engines.append(engine)
         if not engines:
             raise ModelUnavailable("no engine could be started")
-        limits = Worker(Path(sys.executable), "limits.py", [str(options.threads)], options.out / "logs" / "limits.log")
+        limits = Worker(
+            Path(sys.executable), "run_limits.py", [str(options.threads)], options.out / "logs" / "limits.log"
+        )
         stack.callback(limits.close)
         scenarios = [each for each in scenarios_for(model.context) if not options.only or each.name in options.only]
         result = measure(engines, limits, scenarios, options.rounds, _say)

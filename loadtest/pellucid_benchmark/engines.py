@@ -50,35 +50,35 @@ def _llama_cpp(precision: str) -> Engine:
         file = _file(PEERS / "models" / f"{model.name}-{precision}.gguf")
         return [file, str(threads), "32", str(min(model.context, 2048))]
 
-    return Engine("llama.cpp", precision, "llama-cpp", "llama_cpp.py", arguments)
+    return Engine("llama.cpp", precision, "llama-cpp", "run_llama_cpp.py", arguments)
 
 
 def _openvino(precision: str, weights: str, hint: str) -> Engine:
     def arguments(model: BenchmarkModel, threads: int) -> list[str]:
         return [_file(PEERS / "models" / f"{model.name}-openvino-{weights}"), str(threads), hint]
 
-    return Engine("openvino", precision, "openvino", "openvino_genai.py", arguments)
+    return Engine("openvino", precision, "openvino", "run_openvino.py", arguments)
 
 
 def _ctranslate2(precision: str) -> Engine:
     def arguments(model: BenchmarkModel, threads: int) -> list[str]:
         return [_file(PEERS / "models" / f"{model.name}-ctranslate2-{precision}"), str(threads), precision]
 
-    return Engine("ctranslate2", precision, "ctranslate2", "ctranslate2_generator.py", arguments)
+    return Engine("ctranslate2", precision, "ctranslate2", "run_ctranslate2.py", arguments)
 
 
 def _vllm(precision: str) -> Engine:
     def arguments(model: BenchmarkModel, threads: int) -> list[str]:
         return [_file(model.folder), str(threads), precision, str(min(model.context, 2048))]
 
-    return Engine("vllm", precision, "vllm", "vllm_cpu.py", arguments)
+    return Engine("vllm", precision, "vllm", "run_vllm.py", arguments)
 
 
 def _transformers(precision: str) -> Engine:
     def arguments(model: BenchmarkModel, threads: int) -> list[str]:
         return [_file(model.folder), str(threads), precision]
 
-    return Engine("transformers", precision, "transformers", "transformers_generate.py", arguments)
+    return Engine("transformers", precision, "transformers", "run_transformers.py", arguments)
 
 
 PEER_ENGINES: dict[str, Engine] = {
@@ -109,7 +109,7 @@ class Running:
                 model, label.removeprefix("pellucid:"), threads, log.with_suffix(".server.log")
             )
             try:
-                self.worker = Worker(Path(sys.executable), "pellucid_grpc.py", [self.server.address], log)
+                self.worker = Worker(Path(sys.executable), "run_pellucid.py", [self.server.address], log)
             except WorkerError:
                 self.server.close()
                 raise
