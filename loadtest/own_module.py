@@ -11,18 +11,17 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from pellucid_client import AsyncClient
+from pellucid_loadtest.own_server import StartError, own_server
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "custom_model" / "llama.py"
 PROMPT_TOKENS = 32
@@ -43,11 +42,12 @@ def main(arguments: Sequence[str]) -> int:
         folder = options.checkpoint or _random_checkpoint(Path(made), options.layers, options.d_model)
         config = json.loads((folder / "config.json").read_text())
         load = Load(options.streams, options.tokens, config["vocab_size"])
-        with (
-            _server(folder, options.extra) as built_in,
-            _server(folder, [*options.extra, "--module", options.module]) as own,
-        ):
-            rates = asyncio.run(_rounds((built_in, own), load, options.rounds))
+        serve = [str(folder), "--prefix-cache", "off", *options.extra]
+        try:
+            with own_server(serve) as built_in, own_server([*serve, "--module", options.module]) as own:
+                rates = asyncio.run(_rounds((built_in.address, own.address), load, options.rounds))
+        except StartError as error:
+            sys.exit(f"own_module.py: the server did not start: {error}")
     medians = [statistics.median(each) for each in rates]
     ratios = [own / built_in for built_in, own in zip(*rates, strict=True)]
     print(f"built-in {medians[0]:8.0f} tokens/s, median of {options.rounds} rounds of {load.streams} streams")
@@ -78,30 +78,6 @@ async def _rate(client: AsyncClient, load: Load) -> float:
     began = time.perf_counter()
     counts = await asyncio.gather(*map(stream, range(load.streams)))
     return sum(counts) / (time.perf_counter() - began)
-
-
-@contextlib.contextmanager
-def _server(folder: Path, arguments: Sequence[str]) -> Iterator[str]:
-    """A server on a free port -> its address, once it serves."""
-    command = [sys.executable, "-m", "pellucid_client.cli", "serve", str(folder), "--listen", "127.0.0.1:0"]
-    command += ["--metrics-listen", "off", "--log-format", "json", "--prefix-cache", "off", *arguments]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    try:
-        yield _address(process)
-    finally:
-        process.terminate()
-        process.communicate()
-
-
-def _address(process: subprocess.Popen[str]) -> str:
-    address, said = "", ""
-    for line in process.stderr or ():
-        said = line.strip()
-        event = json.loads(line) if line.startswith("{") else {}
-        address = event.get("grpc", address) if event.get("message") == "listening" else address
-        if event.get("message") == "serving":
-            return str(address)
-    sys.exit(f"own_module.py: the server did not start: {said}")
 
 
 def _random_checkpoint(folder: Path, layers: int, d_model: int) -> Path:

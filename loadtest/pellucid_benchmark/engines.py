@@ -105,9 +105,7 @@ class Running:
         self.server: PellucidServer | None = None
         log = logs / f"{label.replace(':', '-')}.log"
         if label.startswith("pellucid:"):
-            self.server = PellucidServer(
-                model, label.removeprefix("pellucid:"), threads, log.with_suffix(".server.log")
-            )
+            self.server = PellucidServer(model, label.removeprefix("pellucid:"), threads)
             try:
                 self.worker = Worker(Path(sys.executable), "run_pellucid.py", [self.server.address], log)
             except WorkerError:
@@ -122,6 +120,15 @@ class Running:
     @property
     def pids(self) -> list[int]:
         return [self.worker.pid, *([self.server.pid] if self.server else [])]
+
+    def sleep(self) -> None:
+        """Stop a peer, which may spin while it waits; Pellucid sleeps by itself, and its watchdog would mind."""
+        if self.server is None:
+            self.worker.sleep()
+
+    def wake(self) -> None:
+        if self.server is None:
+            self.worker.wake()
 
     def close(self) -> None:
         self.worker.close()

@@ -64,8 +64,7 @@ def measure(
     for engine in engines:
         _try(engine, scenarios[0], -1)  # warm
         memory[engine.label] = resident_mib(_all_pids(engine))
-        if engine.server is None:
-            engine.worker.sleep()
+        engine.sleep()
     for number in range(rounds):
         for scenario in scenarios:
             if limits is not None:
@@ -111,15 +110,13 @@ def summarize(samples: Sequence[Sample]) -> list[Summary]:
 
 
 def _sample(engine: Running, scenario: Scenario, number: int) -> Sample:
-    if engine.server is None:
-        engine.worker.wake()
+    engine.wake()
     try:
         _try(engine, scenario, -2 - number, new=1)  # back in the caches, at speed
         with watching(engine.pids) as load:
             answer = _try(engine, scenario, number)
     finally:
-        if engine.server is None:
-            engine.worker.sleep()
+        engine.sleep()
     value = scenario.value(answer)
     return Sample(engine.label, scenario.name, number, value, answer.first, load.foreign, load.own, answer.ids)
 

@@ -1,0 +1,74 @@
+"""A server of one's own on a free port of this machine, for as long as a test or a benchmark runs."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+STOP_SECONDS = 40.0
+
+
+class StartError(Exception):
+    """The server did not start; the text is what it said last."""
+
+
+@dataclass(frozen=True)
+class OwnServer:
+    address: str
+    pid: int
+
+
+@contextlib.contextmanager
+def own_server(arguments: Sequence[str]) -> Iterator[OwnServer]:
+    """`pellucid serve` with these arguments, once it is ready; it is stopped with the block. Raises StartError."""
+    command = [sys.executable, "-m", "pellucid_client.cli", "serve", *arguments]
+    command += ["--listen", "127.0.0.1:0", "--metrics-listen", "off", "--log-format", "json"]
+    # A session of its own: Ctrl-C is for the load, which then ends the run and reports.
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True, text=True, encoding="utf-8"
+    )
+    with process:
+        try:
+            if process.stderr is None:
+                raise StartError("its log was not piped")
+            events = _events(process.stderr)
+            address = _address(events)
+            threading.Thread(target=_show_problems, args=(events,), daemon=True).start()
+            yield OwnServer(address, process.pid)
+        finally:
+            process.terminate()
+            try:
+                process.wait(STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+def _events(log: Iterable[str]) -> Iterator[dict[str, Any]]:
+    """The server's log; a line that is not one of its events becomes one."""
+    for line in log:
+        try:
+            event = json.loads(line)
+        except ValueError:
+            event = None
+        yield event if isinstance(event, dict) else {"level": "error", "message": line.strip()}
+
+
+def _address(events: Iterator[dict[str, Any]]) -> str:
+    last = "it said nothing"
+    for event in events:
+        if event["message"] == "serving":
+            return str(event["grpc"])
+        last = str(event["message"]) or last
+    raise StartError(last)
+
+
+def _show_problems(events: Iterator[dict[str, Any]]) -> None:
+    for event in events:
+        if event.get("level") in ("warning", "error", "critical"):
+            print(f"server: {event['message']}", file=sys.stderr)
