@@ -79,21 +79,12 @@ def fused_linear(
     for layer in layers:
         _check(layer, inputs, layers[0].packed.format)
     outs = [torch.empty(rows, layer.packed.out_features) for layer in layers]
-    compiled = (LinearLayer * len(layers))(*(_compile(layer, out) for layer, out in zip(layers, outs, strict=True)))
+    compiled = (LinearLayer * len(layers))(*(linear_layer(each.packed, each.gate, each.activation) for each in layers))
+    for layer, arguments_of, out in zip(layers, compiled, outs, strict=True):
+        arguments_of.out, arguments_of.residual = out.data_ptr(), address(layer.residual)
     x = x.contiguous()
-    arguments = LinearArguments(
-        x=x.data_ptr(),
-        norm_weight=None if norm is None else _address(norm.weight),
-        norm_bias=None if norm is None else _address(norm.bias),
-        layers=ctypes.addressof(compiled),
-        layer_count=len(layers),
-        rows=rows,
-        inputs=inputs,
-        norm_epsilon=0.0 if norm is None else norm.eps,
-        norm=0 if norm is None else NORMS.index(norm.kind),
-        format=FORMATS.index(layers[0].packed.format),
-        threads=library.threads(),
-    )
+    arguments = linear_arguments(compiled, layers[0].packed, norm)
+    arguments.x, arguments.rows, arguments.threads = x.data_ptr(), rows, library.threads()
     kernels.library.pellucid_fused_linear(ctypes.byref(arguments))
     return outs
 
@@ -109,18 +100,31 @@ def _check(layer: FusedLayer, inputs: int, format: WeightFormat) -> None:
         raise ValueError("a gate needs an activation")
 
 
-def _compile(layer: FusedLayer, out: Tensor) -> LinearLayer:
+def linear_layer(packed: PackedLinear, gate: PackedLinear | None, activation: Activation | None) -> LinearLayer:
+    """What is fixed of a layer: all but where its numbers lie. Weights must outlive it."""
     return LinearLayer(
-        weight=layer.packed.weight.data_ptr(),
-        bias=_address(layer.packed.bias),
-        gate_weight=None if layer.gate is None else layer.gate.weight.data_ptr(),
-        gate_bias=None if layer.gate is None else _address(layer.gate.bias),
-        residual=_address(layer.residual),
-        out=out.data_ptr(),
-        outputs=layer.packed.out_features,
-        activation=ACTIVATIONS.index(layer.activation),
+        weight=packed.weight.data_ptr(),
+        bias=address(packed.bias),
+        gate_weight=None if gate is None else gate.weight.data_ptr(),
+        gate_bias=None if gate is None else address(gate.bias),
+        outputs=packed.out_features,
+        activation=ACTIVATIONS.index(activation),
     )
 
 
-def _address(tensor: Tensor | None) -> int | None:
+def linear_arguments(layers: ctypes.Array[LinearLayer], first: PackedLinear, norm: Norm | None) -> LinearArguments:
+    """What is fixed of a call with these layers, of which `first` is one. Layers and norm must outlive it."""
+    return LinearArguments(
+        norm_weight=None if norm is None else address(norm.weight),
+        norm_bias=None if norm is None else address(norm.bias),
+        layers=ctypes.addressof(layers),
+        layer_count=len(layers),
+        inputs=first.in_features,
+        norm_epsilon=0.0 if norm is None else norm.eps,
+        norm=0 if norm is None else NORMS.index(norm.kind),
+        format=FORMATS.index(first.format),
+    )
+
+
+def address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pellucid_model.contract import Rotary
 from pellucid_model.kernels import library
-from pellucid_model.kernels.fused import ACTIVATIONS, FORMATS, NORMS, LinearArguments, LinearLayer
+from pellucid_model.kernels.fused import NORMS, LinearLayer, address, linear_arguments, linear_layer
 from pellucid_model.kernels.native import AttentionArguments, NativeKernels, attention_error
 from pellucid_model.kernels.plan.program import (
     Activate,
@@ -130,7 +130,7 @@ class Plan:
         if len(sampled_rows) == 0:
             end = min(end, self._logits_begin)
         rows = {"tokens": len(batch.tokens), "sampled": len(sampled_rows)}
-        windows = (c_void_p * max(1, len(batch.windows)))(*(_address(each) for each in batch.windows))
+        windows = (c_void_p * max(1, len(batch.windows)))(*(address(each) for each in batch.windows))
         angles = (_Angles * max(1, len(batch.angles)))(
             *(_Angles(cos.data_ptr(), sin.data_ptr(), len(cos)) for cos, sin in batch.angles)
         )
@@ -145,8 +145,8 @@ class Plan:
             row_sequence=batch.row_sequence.data_ptr(),
             block_tables=batch.block_tables.data_ptr(),
             windows=ctypes.addressof(windows),
-            sinks=_address(batch.sinks),
-            sink_query_positions=_address(batch.sink_query_positions),
+            sinks=address(batch.sinks),
+            sink_query_positions=address(batch.sink_query_positions),
             angles=ctypes.addressof(angles),
             sequences=batch.block_tables.shape[0],
             table_width=batch.block_tables.shape[1],
@@ -202,19 +202,8 @@ class Plan:
             compiled.number, compiled.other = b, _NUMBER
 
     def _set_linear(self, compiled: _Instruction, instruction: Linear) -> None:
-        norm, first = instruction.norm, instruction.layers[0].packed
         layers = (LinearLayer * len(instruction.layers))(
-            *(
-                LinearLayer(
-                    weight=self._keep(layer.packed.weight),
-                    bias=self._keep(layer.packed.bias),
-                    gate_weight=None if layer.gate is None else self._keep(layer.gate.weight),
-                    gate_bias=None if layer.gate is None else self._keep(layer.gate.bias),
-                    outputs=layer.packed.out_features,
-                    activation=ACTIVATIONS.index(layer.activation),
-                )
-                for layer in instruction.layers
-            )
+            *(linear_layer(each.packed, each.gate, each.activation) for each in instruction.layers)
         )
         places = (_LayerPlaces * len(layers))(
             *(
@@ -224,17 +213,8 @@ class Plan:
                 for layer in instruction.layers
             )
         )
-        fixed = LinearArguments(
-            norm_weight=None if norm is None else self._keep(norm.weight),
-            norm_bias=None if norm is None else self._keep(norm.bias),
-            layers=ctypes.addressof(layers),
-            layer_count=len(layers),
-            inputs=first.in_features,
-            norm_epsilon=0.0 if norm is None else norm.eps,
-            norm=0 if norm is None else NORMS.index(norm.kind),
-            format=FORMATS.index(first.format),
-        )
-        self._kept += [layers, places, fixed]
+        fixed = linear_arguments(layers, instruction.layers[0].packed, instruction.norm)
+        self._kept += [instruction, layers, places, fixed]
         compiled.a, compiled.out = self._place(instruction.x), self._place(instruction.layers[0].out)
         compiled.first, compiled.second = ctypes.addressof(fixed), ctypes.addressof(places)
 
@@ -281,11 +261,7 @@ class Plan:
     def _keep(self, tensor: Tensor | None) -> int | None:
         """Address of a tensor that the instructions use as long as they live."""
         self._kept.append(tensor)
-        return _address(tensor)
-
-
-def _address(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
+        return address(tensor)
 
 
 def _float32(table: Tensor | None) -> Tensor | None:
