@@ -147,3 +147,16 @@ def test_whoever_waited_for_its_group_pushes_out_nobody_of_its_priority() -> Non
     run.drain()
     assert run.scheduler.preemptions == 0
     assert set(run.ends) == {20, 21, 22}
+
+
+@pytest.mark.parametrize("sinks", [0, 2])
+def test_a_sequence_carried_over_with_its_prompt_out_of_sight_counts_no_less_than_nothing(sinks: int) -> None:
+    """After an engine's death a re-encoded window that has left the prompt behind made a counter fall, and the server
+    with it."""
+    scheduler = Scheduler(BlockPool(16, 4), max_running=1, max_step_tokens=32)
+    window = ContextWindow("reencode", sinks=sinks, window=8, hop=2)
+    scheduler.submit(submit(0, [1, 2, 3, 4, 5], new=60, context=window, generated=list(range(6, 46))), 0.0)
+    (chunk,) = scheduler.schedule(0.0).chunks
+    assert chunk.sequence.offset > 5
+    assert scheduler.tables.queried_tokens == sinks
+    assert chunk.sequence.cached_tokens == 0

@@ -85,7 +85,9 @@ class BlockTables:
         sequence.blocks, sequence.freed, sequence.computed = start.blocks, start.freed, start.computed
         sequence.published = start.computed // self.pool.block_size
         if sequence.first_scheduled_at is None and sequence.request.cache_read and self._prefix_cache:
-            prompt = len(sequence.request.prompt) - sequence.offset
+            # Of a sequence carried over from another engine the window may have passed all of the prompt but its sinks.
+            prompt = len(sequence.request.prompt)
+            prompt = max(min(prompt, sequence.request.context.sinks), prompt - sequence.offset)
             sequence.cached_tokens = min(start.computed, prompt) if start.from_cache else 0
             self.queried_tokens += prompt
             self.hit_tokens += sequence.cached_tokens

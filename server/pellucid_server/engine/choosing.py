@@ -10,7 +10,6 @@ While the model runs, the constraints' bits are computed beside it.
 from __future__ import annotations
 
 import ctypes
-import logging
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -24,8 +23,7 @@ from pellucid_server.engine.logprobs import Logprobs
 from pellucid_server.engine.messages import FinishKind, TokenLogprob
 from pellucid_server.engine.sampler import Sampler, SamplerRow
 from pellucid_server.engine.sequence import Sampled, SequenceState
-
-_log = logging.getLogger(__name__)
+from pellucid_server.logs import LOGGER
 
 
 @dataclass(slots=True)
@@ -116,7 +114,7 @@ class Chooser:
         if constraint is not None and constraint.accepting:
             return "constraint_done"
         fault = constraint.fault if constraint is not None else ""
-        _log.warning("a sequence ends, because its request leaves no token that may follow%s", fault and f": {fault}")
+        LOGGER.warning("a sequence ends, because its request leaves no token that may follow%s", fault and f": {fault}")
         return "no_token"
 
     def _read(

@@ -7,7 +7,6 @@ takes effect before the next one.
 
 from __future__ import annotations
 
-import logging
 import time
 from concurrent.futures import Future, wait
 from pathlib import Path
@@ -37,8 +36,7 @@ from pellucid_server.engine.messages import (
 )
 from pellucid_server.engine.scheduler import Scheduler
 from pellucid_server.engine.sequence import Step
-
-_log = logging.getLogger(__name__)
+from pellucid_server.logs import LOGGER
 
 Phase = Literal["prefill", "decode", "mixed", "idle"]
 
@@ -124,7 +122,7 @@ class Engine:
             if (error := prepared.exception()) is None:
                 self._submit(request, connection)
             else:
-                _log.warning("a request's constraint cannot be followed: %s", error)
+                LOGGER.warning("a request's constraint cannot be followed: %s", error)
                 self._end(key, "no_token", connection)
 
     def _submit(self, request: Submit, connection: EngineConnection) -> None:
