@@ -63,8 +63,17 @@ private:
         for_each_unit(threads, static_cast<int64_t>(spans.size()) * row_parts, [&](int64_t unit, int) {
             const Span& span = spans[unit / row_parts];
             const int64_t part = unit % row_parts;
-            for (int64_t t = tiles.count * part / row_parts; t < tiles.count * (part + 1) / row_parts; ++t)
-                for (int i = 0; i < span.pass_count; ++i) block(span.passes[i], tiles.begin(t), tiles.size(t), span);
+            const int64_t first_tile = tiles.count * part / row_parts, last_tile = tiles.count * (part + 1) / row_parts;
+            // Some rows stay in the cache while panels go by; with many, a span of panels stays while rows go by. The
+            // fewest wait for memory alone, which likes long runs.
+            const bool rows_stay = a_.rows <= kRowsThatStay && a_.rows > Format::kWideRows;
+            const int64_t most = rows_stay ? 2 : span.last - span.first;
+            for (Visit visit{span.first, 0, span.last, tiles.count, 0}; visit.first < span.last; visit.first = visit.last) {
+                visit.last = std::min(visit.first + most, span.last);
+                for (visit.tile = first_tile; visit.tile < last_tile; ++visit.tile)
+                    for (int i = 0; i < span.pass_count; ++i)
+                        block(span.passes[i], tiles.begin(visit.tile), tiles.size(visit.tile), visit);
+            }
         });
     }
 
@@ -99,42 +108,60 @@ private:
         return std::clamp<int64_t>(bytes / panel_bytes_, 1, divide_up(panels, 2 * threads));
     }
 
+    // A row tile's turn at panels [first, last), of a span that goes on to `end`; there are `tiles` row tiles in all.
+    struct Visit {
+        int64_t first, last, end;
+        int64_t tiles, tile;
+    };
+
     // Rows [row, row + count). Few rows take two panels at once, to keep the multipliers busy.
-    void block(const Pass& pass, int64_t row, int64_t count, const Span& span) const {
-        int64_t panel = span.first;
+    void block(const Pass& pass, int64_t row, int64_t count, const Visit& visit) const {
+        int64_t panel = visit.first;
         if (count <= Format::kWideRows)
             with_rows<Format::kWideRows>(count, [&](auto height) {
-                for (; panel + 2 <= span.last; panel += 2) tile<height, 4>(pass, row, panel);
+                for (; panel + 2 <= visit.last; panel += 2) tile<height, 4>(pass, row, panel, {});
             });
         with_rows<Format::kRows>(count, [&](auto height) {
-            for (; panel < span.last; ++panel) tile<height, 2>(pass, row, panel);
+            for (; panel < visit.last; ++panel) tile<height, 2>(pass, row, panel, ahead(pass, panel, visit));
         });
     }
 
+    // The panel that takes this one's place in the next visit is fetched by the first few row tiles, in equal parts.
+    Ahead ahead(const Pass& pass, int64_t panel, const Visit& visit) const {
+        const auto* weights = static_cast<const std::byte*>(pass.weight);
+        const int64_t next = panel + visit.last - visit.first;
+        const int shift = std::bit_width(static_cast<uint64_t>(visit.tiles)) - 1;
+        const bool has_part = visit.tile < int64_t{1} << shift;
+        if (next >= visit.end || !has_part || panel_bytes_ > kMostAhead) return {weights + panel * panel_bytes_, 0};
+        return {weights + next * panel_bytes_ + (visit.tile * panel_bytes_ >> shift), shift};
+    }
+
     template <int Rows, int Vectors>
-    void tile(const Pass& pass, int64_t row, int64_t panel) const {
+    void tile(const Pass& pass, int64_t row, int64_t panel, const Ahead& ahead) const {
         constexpr int kColumns = Vectors * 16;
         alignas(64) float sums[Rows * kColumns];
-        product<Rows, Vectors>(pass.weight, row, panel, sums);
+        product<Rows, Vectors>(pass.weight, row, panel, ahead, sums);
         const int64_t column = panel * kPanel;
         finish(pass, {row, Rows, column, std::min<int64_t>(kColumns, pass.outputs - column)}, sums, kColumns);
     }
 
     // out [Rows, Vectors * 16]
     template <int Rows, int Vectors>
-    __attribute__((noinline)) void product(const void* weight, int64_t row, int64_t panel, float* out) const {
+    __attribute__((noinline)) void product(const void* weight, int64_t row, int64_t panel, const Ahead& ahead, float* out) const {
         F16 sums[Rows][Vectors];
 #pragma GCC unroll 16
         for (int r = 0; r < Rows; ++r)
 #pragma GCC unroll 4
             for (int v = 0; v < Vectors; ++v) sums[r][v] = broadcast(0.0f);
         const auto* first = static_cast<const std::byte*>(weight) + panel * panel_bytes_;
-        Format::multiply(left_ + row * stride_, stride_, first, panel_bytes_, a_.inputs, sums);
+        Format::multiply(left_ + row * stride_, stride_, first, panel_bytes_, a_.inputs, ahead, sums);
 #pragma GCC unroll 16
         for (int r = 0; r < Rows; ++r)
 #pragma GCC unroll 4
             for (int v = 0; v < Vectors; ++v) store(out + (r * Vectors + v) * 16, sums[r][v]);
     }
+
+    static constexpr int64_t kRowsThatStay = 64, kMostAhead = 192 << 10;  // bytes of a panel, of which the cache holds four
 
     const LinearArguments& a_;
     const int64_t stride_, panel_bytes_;

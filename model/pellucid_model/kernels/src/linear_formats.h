@@ -21,6 +21,19 @@ PELLUCID_INLINE const Weight* vector_of(const std::byte* panel, int64_t panel_by
     return reinterpret_cast<const Weight*>(panel + (v / 2) * panel_bytes) + offset;
 }
 
+// What a tile fetches into the cache while it is multiplied, so that memory works at the same time: `weights`, as many as
+// its own shifted right. Tiles two panels wide fetch nothing: they read as fast as memory gives.
+struct Ahead {
+    const std::byte* weights;
+    int shift;
+
+    // To be called for each vector of weights that is read, with its distance from the tile's first one, in bytes.
+    template <int Vectors>
+    PELLUCID_INLINE void fetch(int64_t distance) const {
+        if (Vectors <= 2) prefetch_to_l2(weights + (distance >> shift));
+    }
+};
+
 struct Float32Format {
     using Left = float;
     using Number = float;
@@ -39,19 +52,23 @@ struct Float32Format {
 
     template <int Rows, int Vectors>
     static PELLUCID_INLINE void multiply(const Left* x, int64_t x_stride, const std::byte* panel, int64_t panel_bytes,
-                                         int64_t inputs, F16 (&sums)[Rows][Vectors]) {
-        accumulate(Product{x, x_stride, panel, panel_bytes}, 0, inputs, sums);
+                                         int64_t inputs, const Ahead& ahead, F16 (&sums)[Rows][Vectors]) {
+        accumulate(Product<Vectors>{x, x_stride, panel, panel_bytes, ahead}, 0, inputs, sums);
     }
 
+    template <int Vectors>
     struct Product {
         const Left* x;
         int64_t x_stride;
         const std::byte* panel;
         int64_t panel_bytes;
+        Ahead ahead;
 
         PELLUCID_INLINE F16 left(int r, int64_t k) const { return left_pack(x + r * x_stride + k); }
         PELLUCID_INLINE F16 right(int64_t k, int v) const {
-            return right_packs(vector_of<float>(panel, panel_bytes, v, k * kPanel + (v % 2) * 16));
+            const auto* weights = vector_of<float>(panel, panel_bytes, v, k * kPanel + (v % 2) * 16);
+            ahead.template fetch<Vectors>(reinterpret_cast<const std::byte*>(weights) - panel);
+            return right_packs(weights);
         }
         PELLUCID_INLINE F16 multiply_add(F16 a, F16 b, F16 sum) const {
             return Float32Format::multiply_add(a, b, sum);
@@ -114,19 +131,23 @@ struct Bfloat16Format {
 
     template <int Rows, int Vectors>
     static PELLUCID_INLINE void multiply(const Left* x, int64_t x_stride, const std::byte* panel, int64_t panel_bytes,
-                                         int64_t inputs, F16 (&sums)[Rows][Vectors]) {
-        accumulate(Product{x, x_stride, panel, panel_bytes}, 0, divide_up(inputs, 2), sums);
+                                         int64_t inputs, const Ahead& ahead, F16 (&sums)[Rows][Vectors]) {
+        accumulate(Product<Vectors>{x, x_stride, panel, panel_bytes, ahead}, 0, divide_up(inputs, 2), sums);
     }
 
+    template <int Vectors>
     struct Product {
         const Left* x;
         int64_t x_stride;
         const std::byte* panel;
         int64_t panel_bytes;
+        Ahead ahead;
 
         PELLUCID_INLINE auto left(int r, int64_t k) const { return left_pack(x + r * x_stride + 2 * k); }
         PELLUCID_INLINE auto right(int64_t k, int v) const {
-            return right_packs(vector_of<bf16>(panel, panel_bytes, v, (k * kPanel + (v % 2) * 16) * 2));
+            const auto* weights = vector_of<bf16>(panel, panel_bytes, v, (k * kPanel + (v % 2) * 16) * 2);
+            ahead.template fetch<Vectors>(reinterpret_cast<const std::byte*>(weights) - panel);
+            return right_packs(weights);
         }
         template <class Pair>
         PELLUCID_INLINE F16 multiply_add(Pair a, Pair b, F16 sum) const {

@@ -87,7 +87,7 @@ struct Int8Format {
 
     template <int Rows, int Vectors>
     static PELLUCID_INLINE void multiply(const Left* x, int64_t x_stride, const std::byte* panel, int64_t panel_bytes,
-                                         int64_t inputs, F16 (&sums)[Rows][Vectors]) {
+                                         int64_t inputs, const Ahead& ahead, F16 (&sums)[Rows][Vectors]) {
         const int64_t groups = left_per_row(inputs);
         for (int64_t g = 0; g < groups; ++g) {
             I16 c[Rows][Vectors];
@@ -99,7 +99,9 @@ struct Int8Format {
 #pragma GCC unroll 4
                 for (int v = 0; v < Vectors; ++v) {
                     const int64_t step = g * (kGroup / 4) + k;
-                    weights[v] = load_bytes(vector_of<uint8_t>(panel, panel_bytes, v, (step * kPanel + v % 2 * 16) * 4));
+                    const auto* four = vector_of<std::byte>(panel, panel_bytes, v, (step * kPanel + v % 2 * 16) * 4);
+                    ahead.fetch<Vectors>(four - panel);
+                    weights[v] = load_bytes(reinterpret_cast<const uint8_t*>(four));
                 }
                 add_products<Rows, Vectors>(x + g, x_stride, 4 * k, weights, c);
             }
@@ -139,8 +141,9 @@ struct Int4Format {
 
     template <int Rows, int Vectors>
     static PELLUCID_INLINE void multiply(const Left* x, int64_t x_stride, const std::byte* panel, int64_t panel_bytes,
-                                         int64_t inputs, F16 (&sums)[Rows][Vectors]) {
+                                         int64_t inputs, const Ahead& ahead, F16 (&sums)[Rows][Vectors]) {
         const int64_t groups = left_per_row(inputs);
+        const std::byte* const first = panel;
         for (int64_t g = 0; g < groups; ++g, panel += kGroupBytes) {
             I16 c[Rows][Vectors];
 #pragma GCC unroll 16
@@ -151,9 +154,10 @@ struct Int4Format {
 #pragma GCC unroll 4
                 for (int v = 0; v < Vectors; ++v) {
                     const int64_t offset = kScaleBytes + (k * kPanel + v % 2 * 16) * 4;
-                    const auto* weights = vector_of<uint8_t>(panel, panel_bytes, v, offset);
-                    load_nibbles(weights, low[v], high[v]);
-                    if (Rows <= kWideRows) prefetch(weights + kAhead);
+                    const auto* weights = vector_of<std::byte>(panel, panel_bytes, v, offset);
+                    ahead.fetch<Vectors>(weights - first);
+                    if (Vectors > 2) prefetch(weights + kAhead);
+                    load_nibbles(reinterpret_cast<const uint8_t*>(weights), low[v], high[v]);
                 }
                 add_products<Rows, Vectors>(x + g, x_stride, 8 * k, low, c);
                 add_products<Rows, Vectors>(x + g, x_stride, 8 * k + 4, high, c);
@@ -161,6 +165,7 @@ struct Int4Format {
 #pragma GCC unroll 4
             for (int v = 0; v < Vectors; ++v) {
                 const half* scales = vector_of<half>(panel, panel_bytes, v, v % 2 * 16);
+                ahead.fetch<Vectors>(reinterpret_cast<const std::byte*>(scales) - first);
                 const F16 scale = load(scales), minimum = load(scales + kPanel);
 #pragma GCC unroll 16
                 for (int r = 0; r < Rows; ++r) {
