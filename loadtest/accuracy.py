@@ -1,10 +1,13 @@
 """What a precision costs in accuracy: a checkpoint served in several formats, compared with itself in float32.
 
-usage: accuracy.py CHECKPOINT [--formats bfloat16,int8,int4] [--shuffle] [--text FILE]… [--windows N] [--length N]
+usage: accuracy.py CHECKPOINT [--formats bfloat16,int8,bfloat16+int8] [--shuffle] [--text FILE]… [--windows N]
+                   [--length N]
 
-The text is cut into windows of `length` tokens, each run through the engine's own parts as a prompt. The table says for
-each format:
+A format is that of the weights, and behind a plus sign that of the KV cache where it has one of its own. The text is
+cut into windows of `length` tokens, each run through the engine's own parts as a prompt. The table says for each:
 
+    weights     bytes of the model
+    KV cache    bytes of a token
     perplexity  exp of the mean negative log-probability of the text's next tokens, and its ratio to float32's
     same top    share of positions where the likeliest token is float32's
     KL          mean Kullback-Leibler divergence of the next-token distribution from float32's, in nats
@@ -34,7 +37,7 @@ from torch import Tensor
 from pellucid_model.checkpoint import load_checkpoint, save_checkpoint
 from pellucid_model.tokenizers import load_tokenizer
 from pellucid_server.engine.loading import Loaded, load
-from pellucid_server.engine.messages import Configure
+from pellucid_server.engine.messages import Configure, Ready
 from pellucid_server.verify.serving import serve_sequence
 
 DOCUMENTS = Path(__file__).parents[1] / "docs"
@@ -51,12 +54,15 @@ class Measured:
     divergence: list[Tensor] = field(default_factory=list)
     agreed: list[int] = field(default_factory=list)
 
-    def row(self, name: str, reference: Measured, weight_bytes: int) -> str:
+    def row(self, name: str, reference: Measured, ready: Ready) -> str:
         loss, base = (torch.cat(each.losses).mean().item() for each in (self, reference))
         same, divergence = torch.cat(self.same_top).mean().item(), torch.cat(self.divergence).mean().item()
         greedy = sum(self.agreed) / len(self.agreed)
+        weights, _, cache = name.partition("+")
+        token_bytes = ready.kv_bytes // (ready.kv_block_count * ready.kv_block_size)
         return (
-            f"| {name} | {weight_bytes / 1e6:.0f} MB | {math.exp(loss):.3f} | {math.exp(loss - base):.4f} "
+            f"| {weights}{f' + {cache} cache' if cache else ''} | {ready.weight_bytes / 1e6:.0f} MB "
+            f"| {token_bytes} | {math.exp(loss):.3f} | {math.exp(loss - base):.4f} "
             f"| {same:.1%} | {divergence:.5f} | {greedy:.1f} of {NEW_TOKENS} |"
         )
 
@@ -73,9 +79,9 @@ def main(arguments: Sequence[str]) -> int:
         print(f"window {number + 1} of {len(windows)}", file=sys.stderr, flush=True)
         _measure(window, served, measured)
     print(f"{len(windows)} windows of {options.length} tokens, kernels {served[REFERENCE].ready.kernels}\n")
-    print("| format | weights | perplexity | ratio | same top | KL | greedy |\n|---|---|---|---|---|---|---|")
+    print("| format | weights | KV cache | perplexity | ratio | same top | KL | greedy |\n" + "|---" * 8 + "|")
     for name in names:
-        print(measured[name].row(name, measured[REFERENCE], served[name].ready.weight_bytes))
+        print(measured[name].row(name, measured[REFERENCE], served[name].ready))
     return 0
 
 
@@ -103,14 +109,16 @@ def _common(first: list[int], second: list[int]) -> int:
 
 
 def _load(checkpoint: Path, name: str, length: int) -> Loaded:
-    """A format is a dtype, or integers beside what dtype "auto" is."""
-    quantized = name in ("int8", "int4")
+    """Weights are of a dtype, or integers beside what dtype "auto" is."""
+    weights, _, cache = name.partition("+")
+    quantized = weights in ("int8", "int4")
     return load(
         Configure(
             checkpoint=str(checkpoint),
             device="cpu",
-            dtype="auto" if quantized else name,
-            quantize=cast('Literal["none", "int8", "int4"]', name if quantized else "none"),
+            dtype="auto" if quantized else weights,
+            quantize=cast('Literal["none", "int8", "int4"]', weights if quantized else "none"),
+            kv_dtype=cast('Literal["auto", "float32", "bfloat16", "int8"]', cache or "auto"),
             kv_cache_memory=0,
             kv_block_size=0,
             max_context=0,
@@ -166,7 +174,8 @@ def _windows(checkpoint: Path, texts: list[Path], count: int, length: int) -> li
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="accuracy.py", description="What a precision costs in accuracy.")
     parser.add_argument("checkpoint", type=Path)
-    parser.add_argument("--formats", type=lambda text: text.split(","), default=["bfloat16", "int8", "int4"])
+    formats = ["bfloat16", "bfloat16+int8", "int8", "int8+int8", "int4"]
+    parser.add_argument("--formats", type=lambda text: text.split(","), default=formats, help="WEIGHTS[+CACHE],…")
     parser.add_argument("--shuffle", action="store_true", help="put hidden units into another order first")
     parser.add_argument("--text", type=Path, action="append", default=[], help="default: this project's documents")
     parser.add_argument("--windows", type=int, default=8)

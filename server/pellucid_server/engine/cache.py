@@ -20,7 +20,8 @@ LayerShape = LayerCall
 class KVCache:
     """Keys and values of every layer, each [blocks, Hkv, block_size, W], so that a head's tokens lie together.
 
-    The kernels' `cache_layout` says what W is, and what lies where in a block.
+    The kernels' `cache_layout` says what W is, and what lies where in a block: the scales of an INT8 cache too, so they
+    go wherever their block goes.
     """
 
     def __init__(

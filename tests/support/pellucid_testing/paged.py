@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pellucid_model.contract import Rotary
 from pellucid_model.kernels import Kernels, RotaryTables
-from pellucid_model.kernels.cache_layout import CacheLayout, PlainLayout, stored_width
+from pellucid_model.kernels.cache_layout import INT8, CacheLayout, PlainLayout, stored_width
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,11 @@ class Setup:
         return sorted({*range(start, position + 1), *range(min(self.sinks, position + 1))})
 
 
+def not_a_number(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A cache full of NaN; of scales that are NaN where it is INT8."""
+    return torch.full(shape, 255 if dtype == INT8 else torch.nan, dtype=dtype)
+
+
 class PagedSequences:
     """Random q, k, v of every sequence, and a cache of shuffled blocks that starts full of NaN."""
 
@@ -70,8 +75,7 @@ class PagedSequences:
         for sequence, blocks in enumerate(order.split(needed)):
             self.block_tables[sequence, : len(blocks)] = blocks
         shape = (sum(needed) + 1, setup.kv_heads, setup.block_size, stored_width(setup.dim, setup.dtype))
-        self.k_cache = torch.full(shape, torch.nan, dtype=setup.dtype)
-        self.v_cache = torch.full(shape, torch.nan, dtype=setup.dtype)
+        self.k_cache, self.v_cache = (not_a_number(shape, setup.dtype) for _ in range(2))
         self.layout: CacheLayout = PlainLayout()
         """Of the kernels that ran last."""
 

@@ -110,30 +110,22 @@ Status check(const Arguments& a) {
 }
 
 template <class Format>
-void write_cache(const Arguments& a, int64_t row) {
+void write_cache(const Arguments& a) {
     using Number = typename Format::Number;
     const HeadLayout<Format> layout(a.head_dim, a.block_size);
-    static thread_local std::vector<float> rotated;
-    static thread_local std::vector<Number> key, value;  // what they have beyond head_dim is 0
-    rotated.resize(a.head_dim);
-    key.assign(layout.width, Number{});
-    value.assign(layout.width, Number{});
-    for (int64_t head = 0; head < a.kv_heads; ++head) {
-        const int64_t to = layout.head(a, own_block(a, row), head);
-        rotate(a, a.k + row * a.k_stride + head * a.head_dim, a.positions[row], rotated.data());
-        store_rounded(rotated.data(), a.head_dim, key.data());
-        store_rounded(a.v + row * a.v_stride + head * a.head_dim, a.head_dim, value.data());
-        store_token(layout, key.data(), value.data(), a.positions[row] % a.block_size,
-                    static_cast<Number*>(a.k_cache) + to, static_cast<Number*>(a.v_cache) + to);
-    }
-}
-
-template <class Format>
-void write_cache(const Arguments& a) {
     const int threads = useful_threads(a.threads, 4 * a.rows * a.kv_heads * a.head_dim);
     const EvenParts parts(a.rows, std::max<int64_t>(1, divide_up(a.rows, kUnitsPerThread * threads)));
     for_each_unit(threads, parts.count, [&](int64_t part, int) {
-        for (int64_t i = 0; i < parts.size(part); ++i) write_cache<Format>(a, parts.begin(part) + i);
+        HeadWriter<Format> writer(a.head_dim, layout);
+        std::vector<float> buffer(a.head_dim);
+        for (int64_t row = parts.begin(part); row < parts.begin(part) + parts.size(part); ++row)
+            for (int64_t head = 0; head < a.kv_heads; ++head) {
+                const int64_t to = layout.head(a, own_block(a, row), head), position = a.positions[row];
+                const float* key = a.k + row * a.k_stride + head * a.head_dim;
+                const float* value = a.v + row * a.v_stride + head * a.head_dim;
+                writer.store(rotated(a, key, position, buffer.data()), value, position % a.block_size,
+                             static_cast<Number*>(a.k_cache) + to, static_cast<Number*>(a.v_cache) + to);
+            }
     });
 }
 
@@ -174,6 +166,9 @@ int32_t paged_attention(const Arguments& a) {
 extern "C" int32_t pellucid_paged_attention(const pellucid::Arguments* arguments) {
     using namespace pellucid;
     if (const Status status = check(*arguments); status != kOk) return status;
-    return arguments->cache_is_bfloat16 ? paged_attention<Bfloat16Format>(*arguments)
-                                        : paged_attention<Float32Format>(*arguments);
+    switch (arguments->cache_format) {
+        case kBfloat16Cache: return paged_attention<Bfloat16Format>(*arguments);
+        case kInt8Cache: return paged_attention<Int8Cache>(*arguments);
+        default: return paged_attention<Float32Format>(*arguments);
+    }
 }

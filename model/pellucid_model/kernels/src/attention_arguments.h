@@ -4,8 +4,13 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "simd.h"
+
 namespace pellucid {
 namespace {
+
+// Of the numbers in the cache; attention_cache.h says how they lie.
+enum CacheFormat : int32_t { kFloat32Cache, kBfloat16Cache, kInt8Cache };
 
 // Mirrors native.py. T rows, S sequences, P table positions; null where an option is not used.
 struct Arguments {
@@ -30,7 +35,7 @@ struct Arguments {
     int64_t blocks, block_size, sequences, table_width;
     int64_t rotary_positions, rotary_dim, bias_width;
     float scale, softcap;  // softcap 0: none
-    int32_t interleaved, cache_is_bfloat16, threads;
+    int32_t interleaved, cache_format, threads;
 };
 
 enum Status : int32_t { kOk, kBadRowSequence, kBadPosition, kBadSinkQueryPosition, kBadBlock };
@@ -63,18 +68,29 @@ inline Visible visible_keys(const Arguments& a, int64_t row) {
     return {{0, sinks}, {begin, position + 1}};
 }
 
-// A head of `dim` numbers, its first rotary_dim rotated by the angles of `position`.
-inline void rotate(const Arguments& a, const float* head, int64_t position, float* out) {
-    std::copy(head, head + a.head_dim, out);
-    if (!a.cos) return;
+// A head [head_dim], its first rotary_dim numbers rotated by the angles of `position`: in `out`, or where it lies if
+// nothing is rotated.
+inline const float* rotated(const Arguments& a, const float* head, int64_t position, float* out) {
+    if (!a.cos) return head;
+    for (int64_t d = a.rotary_dim; d < a.head_dim; ++d) out[d] = head[d];
     const int64_t pairs = a.rotary_dim / 2;
     const float *cos = a.cos + position * pairs, *sin = a.sin + position * pairs;
-    const int64_t stride = a.interleaved ? 2 : 1, second = a.interleaved ? 1 : pairs;
-    for (int64_t i = 0; i < pairs; ++i) {
-        const float x = head[i * stride], y = head[i * stride + second];
-        out[i * stride] = x * cos[i] - y * sin[i];
-        out[i * stride + second] = y * cos[i] + x * sin[i];
+    if (a.interleaved) {
+        for (int64_t i = 0; i < pairs; ++i) {
+            const float x = head[2 * i], y = head[2 * i + 1];
+            out[2 * i] = x * cos[i] - y * sin[i];
+            out[2 * i + 1] = y * cos[i] + x * sin[i];
+        }
+        return out;
     }
+    for (int64_t i = 0; i < pairs; i += 16) {
+        const int count = static_cast<int>(std::min<int64_t>(16, pairs - i));
+        const F16 x = load(head + i, count), y = load(head + pairs + i, count);
+        const F16 c = load(cos + i, count), s = load(sin + i, count);
+        store(out + i, x * c - y * s, count);
+        store(out + pairs + i, y * c + x * s, count);
+    }
+    return out;
 }
 
 }  // namespace

@@ -1,13 +1,20 @@
 // How the cache holds the keys and values of one kv head in one block.
 //
-// They lie in granules of g = min(16, block_size) tokens, one granule after the other, W numbers per token:
+// They lie in granules of g = min(16, block_size) tokens, one granule after the other:
 //
-//   float32   keys [W][g]       values [g][W]                             W = head_dim
-//   bfloat16  keys [W / 2][g][2]  values [g / 2][W][2], [W] where g = 1   W = head_dim, rounded up to even
+//   float32   keys [D][g]       values [g][D]
+//   bfloat16  keys [D / 2][g][2]  values [g / 2][D][2], [D] where g = 1       D padded to whole pairs
+//   int8      keys [D / 4][g][4], then scales float32 [g]                     D padded to whole fours
+//             values [g / p][D][p], p = min(4, g), then scales float32 [g]
 //
-// Both products of attention then read whole vectors as they lie: 16 tokens of a dimension (or pair of dimensions), and
-// 16 dimensions of a token (or pair of tokens). Mirrored by cache_layout.py.
+// Both products of attention then read whole vectors as they lie: 16 tokens of a dimension (or pair or four of them),
+// and 16 dimensions of a token (or pair or four). Mirrored by cache_layout.py.
+//
+// int8 is x = scale (q - 128), q from 1 to 255, with a scale for each token and kv head, its largest |x| / 127: a
+// token's bits depend on that token alone. Where a number of its key or value is not finite, both scales are NaN.
 #pragma once
+
+#include <vector>
 
 #include "attention_arguments.h"
 #include "linear_formats.h"
@@ -17,53 +24,117 @@ namespace {
 
 constexpr int kGranule = 16;
 
+struct Int8Cache {
+    using Number = uint8_t;
+    static constexpr int kPack = 4;
+    static constexpr Number kZero = 128;
+};
+
 template <class Format>
 struct HeadLayout {
     using Number = typename Format::Number;
-    int64_t width, granule;
+    static constexpr int kScale = std::is_same_v<Format, Int8Cache> ? sizeof(float) : 0;  // numbers that it takes
+    int64_t width, stride, granule;  // numbers per token, without and with its scale; tokens per granule
 
     HeadLayout(int64_t head_dim, int64_t block_size)
         : width(divide_up(head_dim, Format::kPack) * Format::kPack),
+          stride(width + kScale),
           granule(std::min<int64_t>(kGranule, block_size)) {}
 
     // Numbers of token `slot` of a head, and of dimension d of a token, from the beginning of the head or token.
-    int64_t key_token(int64_t slot) const {
-        return slot / granule * granule * width + slot % granule * Format::kPack;
-    }
+    int64_t key_token(int64_t slot) const { return granule_of(slot) + slot % granule * Format::kPack; }
     int64_t key_dimension(int64_t d) const { return d / Format::kPack * granule * Format::kPack + d % Format::kPack; }
-    int64_t value_token(int64_t slot) const { return slot / value_pack() * value_pack() * width + slot % value_pack(); }
+    int64_t value_token(int64_t slot) const {
+        return granule_of(slot) + slot % granule / value_pack() * value_pack() * width + slot % value_pack();
+    }
     int64_t value_dimension(int64_t d) const { return d * value_pack(); }
     int64_t value_pack() const { return std::min<int64_t>(Format::kPack, granule); }
+    int64_t scale(int64_t slot) const { return granule_of(slot) + granule * width + slot % granule * kScale; }
+    int64_t granule_of(int64_t slot) const { return slot / granule * granule * stride; }
 
     // Where head `kv_head` of `block` begins.
     int64_t head(const Arguments& a, int64_t block, int64_t kv_head) const {
-        return (block * a.kv_heads + kv_head) * a.block_size * width;
+        return (block * a.kv_heads + kv_head) * a.block_size * stride;
     }
 };
 
-inline void store_rounded(const float* x, int64_t count, float* to) { std::copy_n(x, count, to); }
-inline void store_rounded(const float* x, int64_t count, bf16* to) {
-    for (int64_t i = 0; i < count; ++i) to[i] = to_bf16(x[i]);
+template <class Format>
+constexpr typename Format::Number zero() {
+    if constexpr (std::is_same_v<Format, Int8Cache>) return Int8Cache::kZero;
+    return {};
 }
 
-// Writes a token's key and value, [width] each, into slot `slot` of a head.
-template <class Format>
-void store_token(const HeadLayout<Format>& layout, const typename Format::Number* key,
-                 const typename Format::Number* value, int64_t slot, typename Format::Number* keys,
-                 typename Format::Number* values) {
-    constexpr int pack = Format::kPack;
-    keys += layout.key_token(slot);
-    values += layout.value_token(slot);
-    const int64_t key_step = layout.granule * pack, value_step = layout.value_pack();
-    for (int64_t d = 0; d < layout.width; d += pack, keys += key_step) std::memcpy(keys, key + d, pack * sizeof *key);
-    for (int64_t d = 0; d < layout.width; ++d, values += value_step) *values = value[d];
+// Bits of the largest absolute value. As integers absolute values are in the same order, and NaN is above all.
+inline uint32_t largest_bits(const float* x, int64_t count) {
+    uint32_t largest = 0;
+    for (int64_t i = 0; i < count; ++i) largest = std::max(largest, std::bit_cast<uint32_t>(x[i]) & 0x7fffffff);
+    return largest;
 }
+
+constexpr uint32_t kInfinityBits = 0x7f800000;
+constexpr float kLeast = 0x1p-100f;  // what is smaller counts as 0, so that no factor overflows
+
+// Stores numbers as a format does, and gives what they are to be multiplied by: its scale, where it has one.
+inline float store_rounded(const float* x, int64_t count, float* to) {
+    std::copy_n(x, count, to);
+    return 1.0f;
+}
+inline float store_rounded(const float* x, int64_t count, bf16* to) {
+    for (int64_t i = 0; i < count; ++i) to[i] = to_bf16(x[i]);
+    return 1.0f;
+}
+inline float store_rounded(const float* x, int64_t count, uint8_t* to) {
+    const uint32_t bits = largest_bits(x, count);
+    const float largest = std::bit_cast<float>(bits);
+    const bool usable = bits < kInfinityBits && largest >= kLeast;
+    const float inverse = usable ? 127.0f / largest : 0.0f;
+    for (int64_t i = 0; i < count; ++i) {
+        const float value = usable ? x[i] * inverse : 0.0f;
+        to[i] = static_cast<uint8_t>(Int8Cache::kZero + static_cast<int32_t>((value + 0x1.8p23f) - 0x1.8p23f));
+    }
+    return usable ? largest / 127.0f : bits < kInfinityBits ? 0.0f : NAN;
+}
+
+// Writes keys and values into heads of the cache.
+template <class Format>
+class HeadWriter {
+    using Number = typename Format::Number;
+
+public:
+    HeadWriter(int64_t head_dim, const HeadLayout<Format>& layout)
+        : layout_(layout), head_dim_(head_dim), key_(layout.width, zero<Format>()), value_(key_) {}
+
+    // key, value [head_dim], into slot `slot`.
+    void store(const float* key, const float* value, int64_t slot, Number* keys, Number* values) {
+        const float key_scale = store_rounded(key, head_dim_, key_.data());
+        const float value_scale = store_rounded(value, head_dim_, value_.data());
+        if constexpr (HeadLayout<Format>::kScale > 0) {
+            const bool finite = std::isfinite(key_scale) && std::isfinite(value_scale);
+            const float scales[2] = {finite ? key_scale : NAN, finite ? value_scale : NAN};
+            std::memcpy(keys + layout_.scale(slot), &scales[0], sizeof(float));
+            std::memcpy(values + layout_.scale(slot), &scales[1], sizeof(float));
+        }
+        constexpr int pack = Format::kPack;
+        const int64_t width = layout_.width, key_step = layout_.granule * pack, value_step = layout_.value_pack();
+        keys += layout_.key_token(slot);
+        values += layout_.value_token(slot);
+        for (int64_t d = 0; d < width; d += pack, keys += key_step) std::memcpy(keys, &key_[d], pack * sizeof *keys);
+        for (int64_t d = 0; d < width; ++d, values += value_step) *values = value_[d];
+    }
+
+private:
+    HeadLayout<Format> layout_;
+    int64_t head_dim_;
+    std::vector<Number> key_, value_;  // rounded; what they have beyond head_dim is 0
+};
 
 // Copies token `slot` of a head into a whole granule.
 template <class Format>
 void copy_token(const HeadLayout<Format>& from, int64_t slot, const typename Format::Number* keys,
                 const typename Format::Number* values, const HeadLayout<Format>& to, int64_t place,
                 typename Format::Number* to_keys, typename Format::Number* to_values) {
+    std::copy_n(keys + from.scale(slot), from.kScale, to_keys + to.scale(place));
+    std::copy_n(values + from.scale(slot), from.kScale, to_values + to.scale(place));
     keys += from.key_token(slot);
     values += from.value_token(slot);
     to_keys += to.key_token(place);

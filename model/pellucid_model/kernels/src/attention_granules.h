@@ -28,7 +28,7 @@ public:
         sequence_ = sequence;
         kv_head_ = kv_head;
         layout_ = HeadLayout<Format>(a_->head_dim, a_->block_size);
-        nothing_.resize(kGranule * layout_.width);
+        nothing_.resize(kGranule * layout_.stride);
     }
 
     // Finds the granules of the keys from position `start` on, of which rows see `local` (from start), `seen` in all,
@@ -63,7 +63,7 @@ private:
     bool find_granule(int64_t position, int g, Granules<Number>& granules) const {
         const int64_t block = block_of(position);
         if (block < 0) return false;
-        const int64_t at = layout_.head(*a_, block, kv_head_) + position % a_->block_size * layout_.width;
+        const int64_t at = layout_.head(*a_, block, kv_head_) + position % a_->block_size * layout_.stride;
         granules.keys[g] = static_cast<const Number*>(a_->k_cache) + at;
         granules.values[g] = static_cast<const Number*>(a_->v_cache) + at;
         return true;
@@ -71,7 +71,7 @@ private:
 
     // Puts a granule together from blocks that are smaller. False if one that a row sees is not held.
     bool collect_granule(int32_t start, Range seen, const std::vector<Range>& local, int g) {
-        const int64_t size = kGranule * layout_.width;
+        const int64_t size = kGranule * layout_.stride;
         collected_.resize(2 * kGranules * size);
         Number *keys = &collected_[2 * g * size], *values = keys + size;
         const HeadLayout<Format> whole(a_->head_dim, kGranule);

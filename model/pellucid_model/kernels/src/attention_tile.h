@@ -7,14 +7,17 @@
 //     so small that a row's values are one vector, four chains, each over every fourth granule, so that a single row
 //     need not wait for every addition.)
 //   - The partials are merged in that order, at once or after several threads have made them.
-// Queries and exponentials are rounded to bfloat16 where the cache is bfloat16; sums are float32. Keys a row does not
-// see are masked or skipped, and their values are never multiplied, so a NaN there stays there.
+// Queries and exponentials are rounded to bfloat16 where the cache is bfloat16, and to whole numbers of 15 bits where
+// it is int8; sums are float32, or exact. Keys a row does not see are masked or skipped, and their values are never
+// multiplied, so a NaN there stays there.
 #pragma once
 
 #include <atomic>
 #include <climits>
 #include <vector>
 
+#include "attention_int8.h"
+#include "attention_scores.h"
 #include "attention_values.h"
 
 namespace pellucid {
@@ -37,33 +40,9 @@ struct Partial {
     static int64_t size(int64_t rows, int64_t stride) { return divide_up(rows * (stride + 2), 16) * 16; }
 };
 
-// scores[r][key] = q[r] . key: 16 keys, a granule, per vector; one chain over the head's dimensions.
-template <class Format>
-struct ScoreProduct {
-    using Number = typename Format::Number;
-    const typename Format::Left* q;  // [rows, width]
-    int64_t width;
-    const Number* const* keys;   // granules
-    const Number* const* ahead;  // what is needed next, of the same size
-
-    PELLUCID_INLINE auto left(int r, int64_t k) const { return Format::left_pack(q + r * width + k * Format::kPack); }
-    PELLUCID_INLINE auto right(int64_t k, int v) const {
-        const int64_t offset = k * kGranule * Format::kPack;
-        prefetch_to_l2(ahead[v] + offset);
-        return Format::right_packs(keys[v] + offset);
-    }
-    template <class Pack>
-    PELLUCID_INLINE F16 multiply_add(Pack a, Pack b, F16 sum) const {
-        return Format::multiply_add(a, b, sum);
-    }
-};
-
 // One tile of rows of one kv head, with the memory it works in. Kept by a thread from call to call.
 template <class Format>
 class TileAttention {
-    using Left = typename Format::Left;
-    using Number = typename Format::Number;
-
 public:
     // Attends over all keys and writes the rows of `out`.
     void run(const Arguments& arguments, std::atomic<int32_t>& status, const TokenTile& tile, int64_t kv_head) {
@@ -101,9 +80,8 @@ private:
         group_ = a_->query_heads / a_->kv_heads;
         rows_ = tile.count * group_;
         stride_ = divide_up(a_->head_dim, 16) * 16;
-        width_ = HeadLayout<Format>(a_->head_dim, a_->block_size).width;
         block_.start(arguments, a_->row_sequence[tile.first], kv_head);
-        q_.resize(rows_ * width_);
+        scores_.start(arguments, rows_);
         rotated_.resize(a_->head_dim);
         ranges_.resize(rows_);
         local_.resize(rows_);
@@ -135,8 +113,7 @@ private:
             const int64_t position = to_sinks ? sink_query_position(*a_, row) : a_->positions[row];
             for (int64_t g = 0; g < group_; ++g) {
                 const float* head = a_->q + row * a_->q_stride + (kv_head_ * group_ + g) * a_->head_dim;
-                rotate(*a_, head, position, rotated_.data());
-                Format::prepare(rotated_.data(), a_->head_dim, &q_[(t * group_ + g) * width_]);
+                scores_.set_query(t * group_ + g, rotated(*a_, head, position, rotated_.data()));
                 ranges_[t * group_ + g] = to_sinks ? visible.sinks : visible.window;
             }
         }
@@ -156,45 +133,15 @@ private:
             *status_ = kBadBlock;
             return;
         }
-        const EvenParts parts(rows_, kTileRows);
+        const EvenParts parts(rows_, Scores<Format>::kRows);
         for (int64_t part = 0; part < parts.count; ++part) {
             const int64_t row = parts.begin(part), count = parts.size(part);
-            score(row, count, seen.begin / kGranule, (seen.end + kGranule - 1) / kGranule);
+            const int last = (seen.end + kGranule - 1) / kGranule;
+            scores_.run(row, count, block_, seen.begin / kGranule, last, score_);
             for (int64_t r = row; r < row + count; ++r)
-                if (!local_[r].empty()) softmax(r, &scores_[(r - row) * kBlock], start, to_sinks, partial);
-            values_.run(*a_, block_, scores_, &local_[row], count, partial.values + row * stride_);
+                if (!local_[r].empty()) softmax(r, &score_[(r - row) * kBlock], start, to_sinks, partial);
+            values_.run(*a_, block_, score_, &local_[row], count, partial.values + row * stride_);
         }
-    }
-
-    // scores_[row][key] for the granules first to last - 1.
-    void score(int64_t row, int64_t count, int first, int last) {
-        const auto take = [&]<int Most, int Vectors>() {
-            with_rows<Most>(count, [&](auto height) {
-                const ScoreProduct<Format> product{&q_[row * width_], width_, block_.here.keys + first,
-                                                   block_.here.values + first};
-                score_granules<height, Vectors>(product, &scores_[kGranule * first]);
-            });
-            first += Vectors;
-        };
-        if (count <= kWideTileRows)
-            while (last - first >= 4) take.template operator()<kWideTileRows, 4>();
-        while (last - first >= 2) take.template operator()<kTileRows, 2>();
-        if (last > first) take.template operator()<kTileRows, 1>();
-    }
-
-    template <int Rows, int Vectors>
-    __attribute__((noinline)) void score_granules(const ScoreProduct<Format>& product, float* scores) const {
-        F16 sums[Rows][Vectors];
-#pragma GCC unroll 16
-        for (int r = 0; r < Rows; ++r)
-#pragma GCC unroll 4
-            for (int v = 0; v < Vectors; ++v) sums[r][v] = broadcast(0.0f);
-        const ScoreProduct<Format> own = product;
-        accumulate(own, 0, width_ / Format::kPack, sums);
-#pragma GCC unroll 16
-        for (int r = 0; r < Rows; ++r)
-#pragma GCC unroll 4
-            for (int v = 0; v < Vectors; ++v) store(scores + r * kBlock + 16 * v, sums[r][v]);
     }
 
     // What a head adds for 16 keys that stand `distance`, distance - 1, … behind the query; the table's last column
@@ -285,13 +232,12 @@ private:
     int64_t kv_head_ = 0, group_ = 0;
     int64_t rows_ = 0;    // (token, query head) pairs, the heads of a token side by side
     int64_t stride_ = 0;  // head_dim, in whole vectors
-    int64_t width_ = 0;   // of a head in the cache and in q_
     GranuleFinder<Format> block_;
+    Scores<Format> scores_;
     ValueSum<Format> values_;
-    std::vector<Left> q_;                  // [rows, width], rotated
     std::vector<float> rotated_;           // [head_dim]
     std::vector<Range> ranges_, local_;    // [rows]; local_: in this block, from its start
-    alignas(64) float scores_[kTileRows * kBlock] = {};
+    alignas(64) float score_[kTileRows * kBlock] = {};
     std::vector<float> memory_;                // a Partial
     std::vector<float> total_, largest_, sum_;  // of all blocks so far
     std::vector<float> before_, added_;        // factors of a merge

@@ -104,9 +104,12 @@ private:
         const int64_t offset = key % kGranule / 2 * 2 * width_;
         const Number* pair = block_->here.values[key / kGranule] + offset;
         edge_.resize(kGranule * width_);
-        for (int64_t d = 0; d < width_; ++d) {
-            edge_[offset + 2 * d + key % 2] = pair[2 * d + key % 2];
-            edge_[offset + 2 * d + 1 - key % 2] = Number{};
+        const uint32_t kept = key % 2 == 0 ? 0x0000ffff : 0xffff0000;
+        for (int64_t d = 0; d < 2 * width_; d += 2) {
+            uint32_t bits;
+            std::memcpy(&bits, pair + d, sizeof bits);
+            bits &= kept;
+            std::memcpy(&edge_[offset + d], &bits, sizeof bits);
         }
         const Number* granules[kGranules];
         granules[key / kGranule] = edge_.data();

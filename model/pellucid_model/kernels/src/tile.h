@@ -15,8 +15,8 @@ namespace pellucid {
 namespace {
 
 // Product supplies left(r, k), right(k, v) and multiply_add(left, right, sum).
-template <class Product, int Rows, int Vectors>
-PELLUCID_INLINE void accumulate(const Product& product, int64_t begin, int64_t end, F16 (&sums)[Rows][Vectors]) {
+template <class Product, class Sum, int Rows, int Vectors>
+PELLUCID_INLINE void accumulate(const Product& product, int64_t begin, int64_t end, Sum (&sums)[Rows][Vectors]) {
     for (int64_t k = begin; k < end; ++k) {
         decltype(product.right(k, 0)) right[Vectors];
 #pragma GCC unroll 4
