@@ -64,11 +64,11 @@ class AdoptedModule(nn.Module):
         tensors = dict([*self.module.named_parameters(), *self.module.named_buffers()])
         names = self._named("positions", self.positions, [*modules, *tensors])
         self._position_tensors = [name for name in names if name in tensors]
-        self._encodings = [
-            (modules[name], AddedEncoding(modules[name], self.context_length, self.batch_first))
+        self._encodings = {
+            name: AddedEncoding(modules[name], self.context_length, self.batch_first)
             for name in names
             if name in modules
-        ]
+        }
         self._tied_head: nn.Module | None = None
         if self.head in tensors:
             self._tied_head = tied_linear(self.module.get_parameter(self.head), None)
@@ -122,7 +122,11 @@ class AdoptedModule(nn.Module):
         last = self.module.get_submodule(self.hidden or self.head)
         forwards: list[tuple[nn.Module, Forward]] = [
             *((module, torch_attention_forward(run, module)) for module in self._torch_attention),
-            *((module, position_forward(run, module, encoding)) for module, encoding in self._encodings),
+            *(
+                (module, position_forward(run, module, encoding))
+                for name, encoding in self._encodings.items()
+                for module in (self.module.get_submodule(name),)  # as it is now: the engine replaces embeddings
+            ),
             (last, arrival_forward(last, after=bool(self.hidden))),
         ]
         for module, forward in forwards:

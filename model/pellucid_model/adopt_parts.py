@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from pellucid_model.contract import Attend
 from pellucid_model.errors import ModelError
+from pellucid_model.kernels.modules import Embedding
 from pellucid_model.written_out import (
     PRODUCTS,
     Scores,
@@ -189,8 +190,9 @@ def tied_linear(weight: nn.Parameter, bias: nn.Parameter | None) -> nn.Linear:
 
 def position_forward(run: Interception, module: nn.Module, encoding: AddedEncoding) -> Forward:
     """For an embedding of positions, or a module that adds an encoding to what it is given."""
-    if isinstance(module, nn.Embedding):
-        return lambda index: F.embedding(run.positions, module.weight).view(*index.shape, -1)
+    if isinstance(module, nn.Embedding | Embedding):
+        look_up: Forward = type(module).forward
+        return lambda index: look_up(module, run.positions).view(*index.shape, -1)
     return lambda x: encoding.at(x, run.positions)
 
 

@@ -45,6 +45,7 @@ class Decoder(nn.Module):
         self.head = nn.Linear(width, config.vocab_size, bias=config.head_bias)
         if config.tied_head:
             self.head.weight = self.embedding.weight
+        self.tanh = nn.Tanh()
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """tokens [T], positions [T] -> hidden [T, d_model]."""
@@ -75,7 +76,7 @@ class Decoder(nn.Module):
         if self.config.logit_scale != 1.0:
             logits = logits * self.config.logit_scale
         if self.config.logit_softcap is not None:
-            logits = self.config.logit_softcap * torch.tanh(logits / self.config.logit_softcap)
+            logits = self.config.logit_softcap * self.tanh(logits / self.config.logit_softcap)
         return logits
 
     def initialize(self, std: float = 0.02) -> None:

@@ -19,7 +19,7 @@ from pellucid_model.attention import ReferenceAttend
 from pellucid_model.contract import DecoderModel, PositionScheme
 from pellucid_model.errors import ModelError
 from pellucid_model.recording import LayerCall, record_calls
-from pellucid_model.user_module import one_line
+from pellucid_model.user_module import one_line, part_of
 
 TOLERANCE = 1e-3
 """Of the largest number: far above rounding, far below what another token changes."""
@@ -53,8 +53,10 @@ def try_out(module: nn.Module, source: str, scheme: PositionScheme, context_leng
         notices, scheme = _declares_the_truth(model, scheme, calls, vocab_size, context_length or 8)
     except ModelError as error:
         raise ModelError(f"{source}: {error}") from None
-    except Exception as error:
-        raise ModelError(f"{source} breaks the contract of docs/add-your-model.md: {one_line(error)}") from error
+    except (Exception, SystemExit) as error:
+        part = part_of(error, module)
+        where = f", in {part}" if part else ""
+        raise ModelError(f"{source} breaks the contract of docs/add-your-model.md{where}: {one_line(error)}") from error
     return Trial(vocab_size, scheme, notices)
 
 

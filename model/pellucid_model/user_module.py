@@ -48,7 +48,7 @@ def build(kind: type[nn.Module], config: dict[str, Any], source: str) -> nn.Modu
         return kind(config)
     except ModelError as error:
         raise ModelError(f"{source}: {error}") from None
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ModelError(f"{source} cannot be built from its config: {one_line(error)}") from error
 
 
@@ -98,8 +98,18 @@ def without_wrappers(name: str) -> str:
     return ".".join(parts)
 
 
-def one_line(error: Exception) -> str:
+def one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+def part_of(error: BaseException, module: nn.Module) -> str:
+    """The name of the innermost part of the module whose method the error came through; "" where it is its own."""
+    names = {id(part): name for name, part in module.named_modules()}
+    innermost, frame = "", error.__traceback__
+    while frame is not None:
+        innermost = names.get(id(frame.tb_frame.f_locals.get("self"))) or innermost
+        frame = frame.tb_next
+    return innermost
 
 
 def _execute(path: Path) -> ModuleType:
@@ -112,6 +122,6 @@ def _execute(path: Path) -> ModuleType:
     sys.path.insert(0, str(path.resolve().parent))
     try:
         spec.loader.exec_module(python)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ModelError(f"{path} cannot be run: {one_line(error)}") from error
     return python

@@ -5,12 +5,21 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from typing import get_args
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from pellucid_model.kernels import Kernels, NativeKernels, TorchKernels, accelerate, modules, weight_bytes
+from pellucid_model.kernels import (
+    Kernels,
+    NativeKernels,
+    TorchKernels,
+    WeightFormat,
+    accelerate,
+    modules,
+    weight_bytes,
+)
 
 
 class Tied(nn.Module):
@@ -83,14 +92,49 @@ def test_shared_modules_and_tied_weights_are_packed_once(kernels: Kernels) -> No
 
 
 def test_weights_are_freed_unless_still_used(kernels: Kernels) -> None:
-    linear, tied = nn.Linear(8, 8), Tied()
+    linear, tied, kept = nn.Linear(8, 8), Tied(), nn.Parameter(torch.randn(4))
+    tied.register_parameter("kept", kept)
     model = nn.Sequential(linear, tied)
-    free, used = weakref.ref(linear.weight), weakref.ref(tied.embedding.weight)
-    del linear
+    free, shared, used = weakref.ref(linear.weight), weakref.ref(tied.embedding.weight), weakref.ref(kept)
+    del linear, kept
     accelerate(model, kernels, "float32")
     gc.collect()
     assert free() is None
-    assert used() is tied.embedding.weight
+    assert shared() is None
+    assert used() is tied.kept
+
+
+@pytest.mark.parametrize("format", get_args(WeightFormat))
+def test_embeddings(kernels: Kernels, format: WeightFormat) -> None:
+    """Tied ones share the head's memory where it has their type; the rest are rounded where the model is."""
+    model = Tied()
+    model.positions = nn.Embedding(6, 8, padding_idx=0)
+    tokens, rows, places = torch.arange(20), model.embedding.weight.detach().clone(), model.positions.weight.detach()
+    accelerate(model, kernels, format)
+    embedding, head = model.embedding, model.head
+    assert isinstance(embedding, modules.Embedding)
+    assert isinstance(head, modules.Linear)
+    assert (embedding.table.weight is head.packed.weight) == (format in ("float32", "bfloat16"))
+    rounded = torch.float32 if format == "float32" else torch.bfloat16
+    assert torch.equal(embedding(tokens), rows.to(rounded).float())
+    assert torch.equal(model.positions(tokens[:6]), places.to(rounded).float())
+    assert torch.equal(embedding.weight, embedding(tokens))  # for modules that do more with it
+    assert embedding.weight is embedding.weight
+    assert (embedding.num_embeddings, embedding.embedding_dim) == (20, 8)
+    assert torch.equal(embedding(tokens.int()), embedding(tokens))
+
+
+def test_embeddings_lose_nothing_unless_they_are_to(kernels: Kernels) -> None:
+    """What bfloat16 holds is kept in it; float32 beside whole numbers stays float32; one that renormalises stays."""
+    exact, inexact, own = nn.Embedding(20, 8), nn.Embedding(20, 8), nn.Embedding(20, 8, max_norm=1.0)
+    with torch.no_grad():
+        exact.weight.copy_(exact.weight.bfloat16())
+    model = nn.ModuleList((exact, inexact, own))
+    before = [each.weight.detach().clone() for each in (exact, inexact)]
+    accelerate(model, kernels, "int8", torch.float32)
+    assert [each.table.format for each in model[:2]] == ["bfloat16", "float32"]  # type: ignore[union-attr]
+    assert all(torch.equal(each(torch.arange(20)), rows) for each, rows in zip(model, before, strict=False))
+    assert model[2] is own
 
 
 def test_packing_copies(kernels: Kernels) -> None:
@@ -126,12 +170,14 @@ def test_weight_bytes_counts_what_is_shared_once(kernels: Kernels) -> None:
     tied = Tied()
     accelerate(tied, kernels, "float32")
     assert isinstance(tied.head, modules.Linear)
-    embedding, packed = tied.embedding.weight.nbytes, tied.head.packed.weight.nbytes
-    assert weight_bytes(tied) == embedding + packed
+    assert weight_bytes(tied) == tied.head.packed.weight.nbytes
+    untied = nn.Sequential(nn.Embedding(20, 8))
+    accelerate(untied, kernels, "bfloat16")
+    assert weight_bytes(untied) == 20 * 8 * 2
 
 
 def test_what_is_not_exactly_a_known_layer_is_left_alone(kernels: Kernels) -> None:
-    model = nn.Sequential(Doubled(4, 4), nn.LayerNorm((2, 4)), nn.Tanh(), nn.Dropout())
+    model = nn.Sequential(Doubled(4, 4), nn.LayerNorm((2, 4)), nn.Softplus(), nn.Dropout())
     before = list(model)
     accelerate(model, kernels, "float32")
     assert list(model) == before
@@ -141,5 +187,5 @@ def test_what_is_not_exactly_a_known_layer_is_left_alone(kernels: Kernels) -> No
 def test_implementations_satisfy_the_protocol(kind: type) -> None:
     public = {name for name in vars(Kernels) if not name.startswith("_")}
     methods = public - {"name", "batch_invariant", "cache_layout"}
-    assert len(methods) == 6
+    assert len(methods) == 9
     assert all(callable(getattr(kind, name)) for name in methods)

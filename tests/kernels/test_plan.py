@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -63,9 +63,9 @@ class Paged(Attend):
             v,
             keys,
             values,
-            row_sequence=self.batch.row_sequence,
-            positions=self.batch.positions32,
-            block_tables=self.batch.block_tables,
+            row_sequence=torch.as_tensor(self.batch.row_sequence),
+            positions=torch.as_tensor(self.batch.positions32),
+            block_tables=torch.as_tensor(self.batch.block_tables).view(2, -1),
             scale=options.scale,
             cos=cos,
             sin=sin,
@@ -89,7 +89,8 @@ def batch_of(plan: Plan, starts: Sequence[int], counts: Sequence[int]) -> PlanBa
         positions=positions,
         positions32=positions.int(),
         row_sequence=rows,
-        block_tables=torch.arange(BLOCKS, dtype=torch.int32).view(2, -1),
+        block_tables=torch.arange(BLOCKS, dtype=torch.int32),
+        table_width=BLOCKS // 2,
         sampled_rows=torch.tensor(counts).cumsum(0) - 1,
         windows=[None if each is None else torch.full((2,), each, dtype=torch.int32) for each in plan.windows],
         angles=[RotaryTables(each).table(BLOCK * BLOCKS) for each in plan.rotaries],
@@ -270,6 +271,124 @@ def test_functions_become_the_kernels_own(fused: bool) -> None:
             torch.testing.assert_close(plan.run(batch), expected, rtol=1e-5, atol=1e-5)
 
 
+class Between(Odd):
+    """One of many things that modules do between their layers; what follows attention is [T, 24] again."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.what = BETWEEN[name]
+        self.shift = nn.Parameter(torch.randn(24))
+
+    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        x = self.embedding(tokens)
+        q, k, v = self.qkv(self.norm(x)).view(-1, 3, 4, 8).unbind(1)
+        y = self.what(self, x + self.out(attend(0, q, k, v, rotary=self.rotary).flatten(1)))
+        both: Tensor = torch.cat((x, y), dim=1)
+        return both
+
+
+def assigned(x: Tensor) -> Tensor:
+    y = x.clone()
+    y[:, 3:9] = x[:, :6]
+    y[:, 20:] = 0.5
+    return y
+
+
+def in_layout_of_heads(model: Any, x: Tensor) -> Tensor:
+    """[1, H, T, D], as attention has it elsewhere."""
+    heads = x.view(1, -1, 3, 8).transpose(1, 2)
+    y: Tensor = (model.key_norm(heads) * 0.5 + heads).tanh() * heads
+    return y.transpose(1, 2).reshape(-1, 24)
+
+
+BETWEEN: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "softcap": lambda m, x: 3 * torch.tanh(x / 3),
+    "functions": lambda m, x: x.sigmoid() * x.exp() + (x.abs() + 1).sqrt() - 1 / (2 + x.abs()),
+    "constants first": lambda m, x: (1 - x) + (m.shift - x) + m.shift / (1 + x * x) - (-x),
+    "limits": lambda m, x: x.clamp(-0.3, 0.4) + F.relu6(x) + x.clamp(min=0.1) + x.clamp(max=m.shift),
+    "powers": lambda m, x: x**3 + x.pow(2) * 0.5 + x.square() + (1 + x * x) ** -0.5 + (1 + x * x) ** 0.5,
+    "squared relu": lambda m, x: F.relu(x).square() * m.shift,
+    "gelu by hand": lambda m, x: 0.5 * x * (1 + torch.tanh(0.7978845608 * (x + 0.044715 * x.pow(3)))),
+    "quick gelu": lambda m, x: x * torch.sigmoid(1.702 * x),
+    "gates": lambda m, x: F.glu(torch.cat((x, x * 2), dim=-1)) + F.silu(x.chunk(2, -1)[0]).repeat(1, 2),
+    "layer norm by hand": lambda m, x: (x - x.mean(-1, keepdim=True)) / (x.var(-1, keepdim=True) + 1e-5).sqrt(),
+    "norm by deviation": lambda m, x: m.shift * (x - x.mean(-1, keepdim=True)) / (x.std(-1, keepdim=True) + 1e-6),
+    "biased variance": lambda m, x: x / torch.sqrt(x.var(-1, keepdim=True, unbiased=False) + 1e-5),
+    "rms of products": lambda m, x: m.gain * (x * torch.rsqrt((x * x).mean(-1, keepdim=True) + 1e-6)),
+    "half a norm": lambda m, x: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1) + x.pow(2).mean(-1, keepdim=True),
+    "unit length": lambda m, x: F.normalize(x.view(-1, 3, 8), dim=-1).flatten(1),
+    "sums": lambda m, x: x * x.view(-1, 3, 8).sum(1).amax(-1, keepdim=True) + x.view(-1, 3, 8).sum((1, 2))[:, None],
+    "softmax": lambda m, x: x.view(-1, 3, 8).softmax(-1).flatten(1),
+    "mixture": lambda m, x: (x[:, :3].softmax(-1)[..., None] * x.view(-1, 3, 8)).flatten(1),
+    "stacked": lambda m, x: torch.stack((x[:, ::2], x[:, 1::2]), dim=1).flatten(1),
+    "turned pairs": lambda m, x: torch.stack((-x[:, 1::2], x[:, ::2]), dim=-1).flatten(1),
+    "halves": lambda m, x: torch.cat((-x[:, 12:], x[:, :12]), dim=-1) * m.shift,
+    "inner cat": lambda m, x: torch.cat((x.view(-1, 3, 8), x.view(-1, 3, 8)), dim=1)[:, 1:4].flatten(1),
+    "padded": lambda m, x: F.pad(x.view(-1, 3, 8), (0, 2), value=1.5)[:, :, 2:].flatten(1),
+    "repeated": lambda m, x: x.view(-1, 3, 8)[:, :1].repeat_interleave(3, dim=1).flatten(1),
+    "expanded": lambda m, x: x.view(-1, 3, 8)[:, :1].expand(-1, 3, -1).reshape(-1, 24) + x.view(-1, 1, 24)[:, 0],
+    "transposed": lambda m, x: (x.view(-1, 3, 8).transpose(1, 2) + 1).flatten(1) + x.flip(-1),
+    "masked": lambda m, x: x.masked_fill(m.shift > 0, -2.0) + torch.where(m.shift > 0, x, torch.tensor(0.25)),
+    "assigned": lambda m, x: assigned(x),
+    "permuted": lambda m, x: x[:, torch.arange(23, -1, -1)] + x.index_select(1, torch.arange(24).roll(5)),
+    "layer scale": lambda m, x: x + m.gain * m.out(torch.cat((x, x[:, :8]), dim=1)) + m.shift.exp() * x,
+    "layout of heads": in_layout_of_heads,
+}
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", BETWEEN)
+def test_what_modules_do_between_their_layers(name: str) -> None:
+    """A plan has functions of its own, so that no number depends on how many rows there are: not torch's last bits."""
+    kernels, model = NativeKernels(VARIANTS[0]), Between(name).eval()
+    accelerate(model, kernels, "float32")
+    program = record(model, model)  # type: ignore[arg-type]
+    fuse(program)
+    by_module, by_plan = (Paged(kernels, [(4, 8)], torch.float32) for _ in range(2))
+    plan = Plan(program, kernels, by_plan.layers)
+    with torch.inference_mode():
+        for starts, counts in STEPS:
+            batch = by_module.batch = batch_of(plan, starts, counts)
+            expected = model.logits(model(batch.tokens, batch.positions, by_module)[batch.sampled_rows])
+            torch.testing.assert_close(plan.run(batch), expected, rtol=1e-4, atol=1e-4)
+
+
+class AllTwins(Odd):
+    """Functions as modules, on the logits too, and embeddings that share a head's memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tanh, self.sigmoid, self.places = nn.Tanh(), nn.Sigmoid(), nn.Embedding(300, 24)
+        self.head = nn.Linear(24, 50, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        x = super().forward(tokens, positions, attend)[:, :24]
+        y: Tensor = x * self.sigmoid(x) + self.places(positions[None])[0]
+        return y
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        logits: Tensor = 2 * self.tanh(self.head(hidden) / 2)
+        return logits
+
+
+@needs_kernels
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("format", get_args(WeightFormat))
+def test_modules_of_single_functions_and_tied_tables(format: WeightFormat, fused: bool) -> None:
+    assert_same(AllTwins(), [(4, 8)], format, fused=fused)
+
+
+@needs_kernels
+def test_a_position_beyond_its_table_is_an_error() -> None:
+    kernels, model = NativeKernels(VARIANTS[0]), AllTwins().eval()
+    accelerate(model, kernels, "float32")
+    plan = Plan(record(model, model), kernels, Paged(kernels, [(4, 8)], torch.float32).layers)  # type: ignore[arg-type]
+    batch = batch_of(plan, (0, 0), (3, 3))
+    with pytest.raises(IndexError, match="beyond the table"):
+        plan.run(replace(batch, positions=torch.as_tensor(batch.positions) + 298))
+
+
 @needs_kernels
 def test_more_rows_of_the_same_step() -> None:
     """Prompts are scored by the logits of all their rows, after those that are sampled."""
@@ -304,16 +423,39 @@ class Refused(Odd):
             case "mix":
                 return x + x.sum(0)
             case "transposed":
-                return (x.view(-1, 2, 24).transpose(1, 2) + 1).flatten(1)
+                return x.T.relu().sum(-1, keepdim=True) + x
             case "positions":
                 return x + positions[:, None]
-            case "half a norm":
-                return x * x.pow(2)
+            case "power":
+                return x.pow(2.5)
+            case "largest":
+                return torch.maximum(x, -x)
+            case "rolled":
+                return x + x.roll(1, dims=0)
+            case "summed":
+                return x + x.sum()
+            case "fails":
+                return x.view(1, 2, 3)
         raise AssertionError(self.what)
 
 
+REFUSED = [
+    "operator",
+    "value",
+    "rows",
+    "mix",
+    "transposed",
+    "positions",
+    "power",
+    "largest",
+    "rolled",
+    "summed",
+    "fails",
+]
+
+
 @needs_kernels
-@pytest.mark.parametrize("what", ["operator", "value", "rows", "mix", "transposed", "positions", "half a norm"])
+@pytest.mark.parametrize("what", REFUSED)
 def test_what_cannot_be_recorded_says_so(what: str) -> None:
     model = Refused(what)
     accelerate(model, NativeKernels(VARIANTS[0]), "float32")

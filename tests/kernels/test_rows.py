@@ -10,17 +10,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pellucid_model.kernels import Activation, Kernels, NativeKernels, library
+from pellucid_model.kernels import Function, Kernels, NativeKernels, library
 
 SIZES = (1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 576, 1000)
 
-FUNCTIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+FUNCTIONS: dict[Function, Callable[[Tensor], Tensor]] = {
     "relu": torch.relu,
     # Written so that float64 keeps its accuracy in the tail.
     "gelu": lambda x: x * 0.5 * torch.erfc(-x / 2**0.5),
     "gelu_tanh": lambda x: x * torch.sigmoid(2 * (2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)),
     "silu": lambda x: x * torch.sigmoid(x),
+    "tanh": torch.tanh,
+    "sigmoid": torch.sigmoid,
+    "exp": torch.exp,
+    "sqrt": torch.sqrt,
+    "absolute": torch.abs,
+    "reciprocal": torch.reciprocal,
 }
+ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")
 
 
 def random(*shape: int) -> Tensor:
@@ -28,7 +35,7 @@ def random(*shape: int) -> Tensor:
 
 
 def test_every_activation_is_tested() -> None:
-    assert set(FUNCTIONS) == set(get_args(Activation))
+    assert set(FUNCTIONS) == set(get_args(Function))
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -69,8 +76,10 @@ def test_norm_rows_do_not_touch_each_other(native: NativeKernels, threads: int) 
 
 
 @pytest.mark.parametrize("kind", FUNCTIONS)
-def test_activations_agree_with_float64(kernels: Kernels, kind: Activation) -> None:
+def test_activations_agree_with_float64(kernels: Kernels, kind: Function) -> None:
     x = torch.cat((torch.linspace(-20, 20, 40_001), random(1000) * 1e-3, torch.tensor([0.0, -0.0, 1e-30, -1e-30])))
+    if kind in ("sqrt", "reciprocal"):
+        x = x[x > 1e-20]
     expected = FUNCTIONS[kind](x.double())
     # In the far tail torch's float32 functions lose all relative accuracy; ours keep most of it.
     tail = 1e-6 if kernels.name == "torch" else 1e-9
@@ -80,7 +89,17 @@ def test_activations_agree_with_float64(kernels: Kernels, kind: Activation) -> N
 
 
 @pytest.mark.parametrize("kind", FUNCTIONS)
-def test_activations_at_the_ends(native: NativeKernels, kind: Activation) -> None:
+def test_functions_at_the_ends(native: NativeKernels, kind: Function) -> None:
+    out = native.activation(kind, torch.tensor([torch.nan, torch.inf, -torch.inf, 1e5, -1e5, 0.0, -200.0]))
+    assert out[0].isnan()
+    if kind in ("gelu", "gelu_tanh", "silu"):
+        return  # at infinity their product of infinity and 0 is NaN, as torch's
+    expected = FUNCTIONS[kind](torch.tensor([torch.inf, -torch.inf, 1e5, -1e5, 0.0, -200.0], dtype=torch.float64))
+    torch.testing.assert_close(out[1:], expected.float(), rtol=1e-6, atol=1e-30, equal_nan=True)
+
+
+@pytest.mark.parametrize("kind", ACTIVATIONS)
+def test_activations_at_the_ends(native: NativeKernels, kind: Function) -> None:
     x = torch.tensor([torch.nan, torch.inf, 3e38, 1e5, -1e5, -3e38])
     out = native.activation(kind, x)
     assert out[0].isnan()
@@ -88,8 +107,8 @@ def test_activations_at_the_ends(native: NativeKernels, kind: Activation) -> Non
     assert torch.equal(out[4:], torch.zeros(2))
 
 
-@pytest.mark.parametrize("kind", FUNCTIONS)
-def test_offset_and_length_change_no_bit(native: NativeKernels, kind: Activation, threads: int) -> None:
+@pytest.mark.parametrize("kind", [*ACTIVATIONS, "tanh"])
+def test_offset_and_length_change_no_bit(native: NativeKernels, kind: Function, threads: int) -> None:
     x = random(300_000)
     whole = native.activation(kind, x)
     for start in range(0, 40, 3):
@@ -98,15 +117,40 @@ def test_offset_and_length_change_no_bit(native: NativeKernels, kind: Activation
 
 
 @pytest.mark.parametrize("kind", FUNCTIONS)
-def test_avx512_and_avx2_give_the_same_bits(kind: Activation) -> None:
+def test_avx512_and_avx2_give_the_same_bits(kind: Function) -> None:
     if not {"avx512", "avx2"} <= set(library.supported_variants()):
         pytest.skip("this CPU has no AVX-512")
     first, second = NativeKernels("avx512"), NativeKernels("avx2")
-    x = torch.linspace(-100, 100, 100_001)
+    x = torch.linspace(0 if kind == "sqrt" else -100, 100, 100_001)
     assert torch.equal(first.activation(kind, x), second.activation(kind, x))
     x, weight = random(9, 333), random(333)
     assert torch.equal(first.rms_norm(x, weight, 1e-5), second.rms_norm(x, weight, 1e-5))
     assert torch.equal(first.layer_norm(x, weight, weight, 1e-5), second.layer_norm(x, weight, weight, 1e-5))
+
+
+@pytest.mark.parametrize(("count", "width"), [(1, 1), (40, 7), (97, 64), (33, 30)])
+def test_tables_give_their_rows_back(kernels: Kernels, count: int, width: int) -> None:
+    """As rows or as the panels of a layer, each row is what was put in, rounded to its type."""
+    rows = random(count, width)
+    indices = torch.randint(count, (3, 5), generator=torch.Generator().manual_seed(0))
+    for format, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16)):
+        expected = rows.to(dtype).float()[indices]
+        shared = kernels.table_of(kernels.pack_linear(rows, None, format))  # type: ignore[arg-type]
+        assert shared is not None
+        assert torch.equal(kernels.look_up(indices, shared), expected)
+        assert torch.equal(kernels.look_up(indices, kernels.make_table(rows, format)), expected)  # type: ignore[arg-type]
+        for beyond in (-1, count):
+            with pytest.raises(IndexError, match=f"outside 0 to {count} - 1"):
+                kernels.look_up(torch.tensor([beyond]), shared)
+    for format in ("int8", "int4"):
+        assert kernels.table_of(kernels.pack_linear(rows, None, format)) is None  # type: ignore[arg-type]
+
+
+def test_threads_look_up_the_same_rows(native: NativeKernels, threads: int) -> None:
+    rows, indices = random(1000, 96), torch.arange(4000) * 7 % 1000
+    for table in (native.make_table(rows, "bfloat16"), native.table_of(native.pack_linear(rows, None, "bfloat16"))):
+        assert table is not None
+        assert torch.equal(native.look_up(indices, table), rows.bfloat16().float()[indices])
 
 
 def test_names_the_argument_that_does_not_fit(native: NativeKernels) -> None:
@@ -119,5 +163,5 @@ def test_names_the_argument_that_does_not_fit(native: NativeKernels) -> None:
 
 
 def test_unknown_activation_is_refused(kernels: Kernels) -> None:
-    with pytest.raises(ValueError, match="kind must be one of relu, gelu, gelu_tanh, silu, not 'mish'"):
+    with pytest.raises(ValueError, match=r"kind must be one of relu, gelu, .*, not 'mish'"):
         kernels.activation("mish", random(3))  # type: ignore[arg-type]

@@ -91,6 +91,7 @@ def test_tied_tensors_and_the_prefixes_of_wrappers(tmp_path: Path) -> None:
         ("class Small", "class Other", "has no nn.Module of the name 'Small'"),
         ("def logits", "def not_logits", "Small has no method logits"),
         ("import torch\n", "import nothing_of_the_kind\n", "ModuleNotFoundError: No module named"),
+        ("import torch\n", "import sys\nsys.exit('no model')\n", "cannot be run: SystemExit: no model"),
         ('config["vocab_size"], 8)', 'config["width"], 8)', "cannot be built from its config: KeyError: 'width'"),
         ("self.mix = nn.Linear(8, 8)", "self.mix = nn.Linear(8, 9)", "mix.bias has shape [8], but the module's is [9]"),
         ("self.mix = nn.Linear", "self.blend = nn.Linear", "tensors are missing: blend.bias, blend.weight"),
@@ -147,6 +148,7 @@ def test_tied_tensors_and_the_prefixes_of_wrappers(tmp_path: Path) -> None:
         ),
         ("return x + attend", "return x * (1 + positions[:, None]) + attend", "the same tokens further on"),
         ("return self.head(hidden)", "return self.head(hidden.T)", "breaks the contract"),
+        ("attend(0, *[self.mix(x)", "attend(0, *[self.mix(x[:, :5])", "docs/add-your-model.md, in mix: RuntimeError"),
         (
             "class Small(nn.Module):",
             "class Small(nn.Module):\n    position_scheme = 'relative'",

@@ -17,17 +17,19 @@ import torch
 
 from pellucid_model.kernels import library
 from pellucid_model.kernels.fallback import TorchKernels
-from pellucid_model.kernels.interface import Activation, Kernels, PackedLinear, WeightFormat
+from pellucid_model.kernels.interface import Activation, Function, Kernels, PackedLinear, Table, WeightFormat
 from pellucid_model.kernels.modules import accelerate, weight_bytes
 from pellucid_model.kernels.native import NativeKernels
 from pellucid_model.kernels.rotary_tables import RotaryTables
 
 __all__ = [
     "Activation",
+    "Function",
     "Kernels",
     "NativeKernels",
     "PackedLinear",
     "RotaryTables",
+    "Table",
     "TorchKernels",
     "WeightFormat",
     "accelerate",

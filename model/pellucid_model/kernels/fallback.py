@@ -5,13 +5,15 @@ Any device and any float dtype. Slower, and a row's last bits may depend on the 
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from pellucid_model.kernels.cache_layout import PlainLayout
-from pellucid_model.kernels.interface import Activation, PackedLinear, WeightFormat
-from pellucid_model.kernels.native import ACTIVATIONS, check_attention_shapes
+from pellucid_model.kernels.interface import Function, PackedLinear, Table, WeightFormat
+from pellucid_model.kernels.native import FUNCTIONS, check_attention_shapes, check_indices
 from pellucid_model.kernels.packing import check_linear_shapes
 from pellucid_model.kernels.quantization import round_activations, round_weight
 
@@ -37,13 +39,25 @@ class TorchKernels:
         out = F.linear(rounded.to(packed.weight.dtype), packed.weight).to(x.dtype)
         return out if packed.bias is None else out + packed.bias.to(x.dtype)
 
+    def make_table(self, rows: Tensor, format: Literal["float32", "bfloat16"]) -> Table:
+        return Table(_rounded_weight(rows.detach(), format), rows.shape[0], rows.shape[1], format)
+
+    def table_of(self, packed: PackedLinear) -> Table | None:
+        if packed.format == "float32" or packed.format == "bfloat16":
+            return Table(packed.weight, packed.out_features, packed.in_features, packed.format)
+        return None
+
+    def look_up(self, indices: Tensor, table: Table) -> Tensor:
+        check_indices(indices, table)
+        return F.embedding(indices, table.weight).float()
+
     def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
         return F.rms_norm(x, (x.shape[-1],), weight, eps)
 
     def layer_norm(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
         return F.layer_norm(x, (x.shape[-1],), weight, bias, eps)
 
-    def activation(self, kind: Activation, x: Tensor) -> Tensor:
+    def activation(self, kind: Function, x: Tensor) -> Tensor:
         match kind:
             case "relu":
                 return F.relu(x)
@@ -53,7 +67,12 @@ class TorchKernels:
                 return F.gelu(x, approximate="tanh")
             case "silu":
                 return F.silu(x)
-        raise ValueError(f"kind must be one of {', '.join(ACTIVATIONS)}, not {kind!r}")
+            case "absolute":
+                return x.abs()
+        if kind not in FUNCTIONS:
+            raise ValueError(f"kind must be one of {', '.join(FUNCTIONS)}, not {kind!r}")
+        function: Tensor = getattr(torch, kind)(x)
+        return function
 
     def paged_attention(
         self,
@@ -126,17 +145,17 @@ def _rounded_weight(weight: Tensor, format: WeightFormat) -> Tensor:
 
 
 def rotate(x: Tensor, positions: Tensor, angles: tuple[Tensor, Tensor] | None, interleaved: bool) -> Tensor:
-    """x [T, H, D] with its first dimensions rotated by the rows `positions` of cos and sin [P, dim / 2]."""
+    """x [T, H, D] with its first dimensions rotated by the rows `positions` of cos and sin [P, dim / 2], in float32."""
     if angles is None:
         return x
-    cos, sin = (table[positions][:, None].to(x.dtype) for table in angles)  # [T, 1, dim / 2]
+    cos, sin = (table[positions][:, None] for table in angles)  # [T, 1, dim / 2]
     dim = 2 * cos.shape[-1]
     head, rest = x[..., :dim], x[..., dim:]
     pairs = head.unflatten(-1, (dim // 2, 2)) if interleaved else head.unflatten(-1, (2, dim // 2)).transpose(-1, -2)
     first, second = pairs.unbind(-1)
     turned = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1)
     head = turned.flatten(-2) if interleaved else turned.transpose(-1, -2).flatten(-2)
-    return torch.cat((head, rest), dim=-1)
+    return torch.cat((head.to(x.dtype), rest), dim=-1)
 
 
 def _slots(cache: Tensor, row_sequence: Tensor, positions: Tensor, block_tables: Tensor) -> tuple[Tensor, Tensor]:

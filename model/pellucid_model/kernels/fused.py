@@ -11,6 +11,7 @@ What is fused saves memory traffic and rounds of threads, most where rows are fe
 from __future__ import annotations
 
 import ctypes
+from array import array
 from collections.abc import Sequence
 from ctypes import c_float, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
@@ -126,5 +127,8 @@ def linear_arguments(layers: ctypes.Array[LinearLayer], first: PackedLinear, nor
     )
 
 
-def address(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
+def address(numbers: Tensor | array[int] | None) -> int | None:
+    """Where the numbers lie in memory."""
+    if isinstance(numbers, array):
+        return numbers.buffer_info()[0]
+    return None if numbers is None else numbers.data_ptr()

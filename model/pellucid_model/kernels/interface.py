@@ -12,7 +12,11 @@ from pellucid_model.kernels.cache_layout import CacheLayout
 WeightFormat = Literal["float32", "bfloat16", "int8", "int4"]
 """How weights of linear layers are stored; quantization.py says what the integers stand for."""
 Activation = Literal["relu", "gelu", "gelu_tanh", "silu"]
-"""gelu is the exact one (erf); gelu_tanh its tanh approximation."""
+"""gelu is the exact one (erf); gelu_tanh its tanh approximation. A linear layer can end in one of these."""
+Function = Literal["relu", "gelu", "gelu_tanh", "silu", "tanh", "sigmoid", "exp", "sqrt", "absolute", "reciprocal"]
+"""All functions of single numbers."""
+TableFormat = Literal["float32", "bfloat16", "float32 panels", "bfloat16 panels"]
+"""Rows one after the other, or a packed linear layer's weight, whose outputs are the rows."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,6 +32,16 @@ class PackedLinear:
     in_features: int
     out_features: int
     format: WeightFormat
+
+
+@dataclass(frozen=True, eq=False)
+class Table:
+    """Rows that are looked up by number: [count, width]."""
+
+    weight: Tensor
+    count: int
+    width: int
+    format: TableFormat
 
 
 class Kernels(Protocol):
@@ -56,6 +70,18 @@ class Kernels(Protocol):
         """x [..., K] -> [..., N]. x is rounded to bfloat16 or whole numbers where the weights are; sums are float32."""
         ...
 
+    def make_table(self, rows: Tensor, format: Literal["float32", "bfloat16"]) -> Table:
+        """A copy of rows [count, width] for `look_up`."""
+        ...
+
+    def table_of(self, packed: PackedLinear) -> Table | None:
+        """A linear layer's weight [N, K] as a table of N rows in the same memory; None where it holds whole numbers."""
+        ...
+
+    def look_up(self, indices: Tensor, table: Table) -> Tensor:
+        """Rows of the table as they are: indices [...] int64 -> [..., width] float32. IndexError beyond the table."""
+        ...
+
     def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
         """x / sqrt(mean(x²) + eps) * weight over the last dimension (Zhang & Sennrich 2019, arXiv:1910.07467)."""
         ...
@@ -64,7 +90,7 @@ class Kernels(Protocol):
         """(x - mean) / sqrt(variance + eps) * weight + bias over the last dimension (Ba et al., arXiv:1607.06450)."""
         ...
 
-    def activation(self, kind: Activation, x: Tensor) -> Tensor:
+    def activation(self, kind: Function, x: Tensor) -> Tensor:
         """Elementwise, any shape."""
         ...
 
@@ -95,8 +121,9 @@ class Kernels(Protocol):
         q                     [T, Hq, D], not rotated
         k, v                  [T, Hkv, D], k not rotated; query head h reads kv head h // (Hq / Hkv); both None where
                               another layer has written the rows' keys and values into this cache already
-        k_cache, v_cache      [blocks, Hkv, block_size, W], float32 or bfloat16, changed in place; keys are rotated.
-                              cache_layout.py: W, and what lies where. block_size divides 16 or is a multiple of it
+        k_cache, v_cache      [blocks, Hkv, block_size, W], float32, bfloat16 or INT8, changed in place; keys are
+                              rotated. cache_layout.py: W, and what lies where. block_size divides 16 or is a
+                              multiple of it
         row_sequence          int32 [T]: which of the S sequences a row belongs to
         positions             int32 [T]: index in the sequence, hence its slot: block table[position // block_size]
         block_tables          int32 [S, n]: cache block of each block of positions; -1 where none is held, which is

@@ -6,19 +6,23 @@ ctypes lets go of Python's lock during a call. Every operator returns a new tens
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from ctypes import c_float, c_int32, c_int64, c_void_p
-from typing import get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from pellucid_model.kernels import library
-from pellucid_model.kernels.cache_layout import GRANULE, GranuleLayout, stored_width
+from pellucid_model.kernels.cache_layout import GRANULE, INT8, GranuleLayout, stored_width
 from pellucid_model.kernels.huge_pages import WeightMemory
-from pellucid_model.kernels.interface import Activation, PackedLinear, WeightFormat
+from pellucid_model.kernels.interface import Function, PackedLinear, Table, TableFormat, WeightFormat
 from pellucid_model.kernels.packing import check_linear_shapes, pack
 
-ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")
+FUNCTIONS: tuple[str, ...] = get_args(Function)
+TABLE_FORMATS: tuple[str, ...] = get_args(TableFormat)
+"""Numbers of the C++ enumeration are places in it."""
+_PANELS: dict[WeightFormat, TableFormat] = {"float32": "float32 panels", "bfloat16": "bfloat16 panels"}
 
 
 class AttentionArguments(ctypes.Structure):
@@ -34,10 +38,12 @@ class AttentionArguments(ctypes.Structure):
         *((name, c_int64) for name in ("blocks", "block_size", "sequences", "table_width")),
         *((name, c_int64) for name in ("rotary_positions", "rotary_dim", "bias_width")),
         *((name, c_float) for name in ("scale", "softcap")),
-        *((name, c_int32) for name in ("interleaved", "cache_is_bfloat16", "threads")),
+        *((name, c_int32) for name in ("interleaved", "cache_format", "threads")),
     )
 
 
+CACHE_FORMATS = (torch.float32, torch.bfloat16, INT8)
+"""Of a KV cache that these kernels read, as `cache_format` counts them."""
 ATTENTION_ERRORS = (
     None,
     "row_sequence holds a value outside 0 to {sequences} - 1",
@@ -58,7 +64,7 @@ class NativeKernels:
         self.library = library.load_variant(variant)
         self.library.pellucid_paged_attention.restype = c_int32
         linears = (f"linear_{format}" for format in get_args(WeightFormat))
-        for function in ("rms_norm", "layer_norm", *ACTIVATIONS, *linears):
+        for function in ("rms_norm", "layer_norm", "look_up", *FUNCTIONS, *linears):
             getattr(self.library, f"pellucid_{function}").restype = None
         self._weights = WeightMemory()
 
@@ -78,6 +84,25 @@ class NativeKernels:
         call(_address(x), _address(packed.weight), _address(packed.bias), _address(out), *sizes, library.threads())
         return out
 
+    def make_table(self, rows: Tensor, format: Literal["float32", "bfloat16"]) -> Table:
+        weight = rows.detach().to(torch.float32 if format == "float32" else torch.bfloat16).contiguous()
+        held = self._weights.copy(weight.view(torch.uint8))
+        return Table(held, rows.shape[0], rows.shape[1], format)
+
+    def table_of(self, packed: PackedLinear) -> Table | None:
+        format = _PANELS.get(packed.format)
+        return None if format is None else Table(packed.weight, packed.out_features, packed.in_features, format)
+
+    def look_up(self, indices: Tensor, table: Table) -> Tensor:
+        _check("indices", indices, torch.int64, indices.shape)
+        check_indices(indices, table)
+        indices = indices.contiguous()
+        out = torch.empty(*indices.shape, table.width)
+        sizes = (c_int64(indices.numel()), c_int64(table.width), library.threads())
+        format = TABLE_FORMATS.index(table.format)
+        self.library.pellucid_look_up(_address(table.weight), format, _address(indices), _address(out), *sizes)
+        return out
+
     def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
         x, size, rows = _rows(x, weight=weight)
         out = torch.empty_like(x)
@@ -92,9 +117,9 @@ class NativeKernels:
         self.library.pellucid_layer_norm(_address(x), _address(weight), _address(bias), _address(out), *sizes)
         return out
 
-    def activation(self, kind: Activation, x: Tensor) -> Tensor:
-        if kind not in ACTIVATIONS:
-            raise ValueError(f"kind must be one of {', '.join(ACTIVATIONS)}, not {kind!r}")
+    def activation(self, kind: Function, x: Tensor) -> Tensor:
+        if kind not in FUNCTIONS:
+            raise ValueError(f"kind must be one of {', '.join(FUNCTIONS)}, not {kind!r}")
         _check("x", x, torch.float32, x.shape)
         x = x.contiguous()
         out = torch.empty_like(x)
@@ -140,7 +165,7 @@ class NativeKernels:
             _check("v", v, floats, (rows, kv_heads, dim))
             k, v = k.contiguous(), v.contiguous()
         out = torch.empty_like(q)
-        held = k_cache.dtype if k_cache.dtype == torch.bfloat16 else floats
+        held = k_cache.dtype if k_cache.dtype in CACHE_FORMATS else floats
         angles = None if cos is None else (cos.shape[0], cos.shape[1])
         bias_width = 0 if distance_bias is None else distance_bias.shape[1]
         arguments = AttentionArguments(
@@ -177,18 +202,24 @@ class NativeKernels:
             scale=scale,
             softcap=softcap or 0.0,
             interleaved=interleaved,
-            cache_is_bfloat16=held == torch.bfloat16,
+            cache_format=CACHE_FORMATS.index(held),
             threads=library.threads(),
         )
         status: int = self.library.pellucid_paged_attention(ctypes.byref(arguments))
         if status:
-            raise attention_error(status, block_tables, k_cache)
+            raise attention_error(status, block_tables.shape, k_cache)
         return out
 
 
-def attention_error(status: int, block_tables: Tensor, k_cache: Tensor) -> ValueError:
-    """What a status other than 0 says."""
-    sequences, table_width = block_tables.shape
+def check_indices(indices: Tensor, table: Table) -> None:
+    """IndexError where one is beyond the table."""
+    if indices.numel() and not (int(indices.min()) >= 0 and int(indices.max()) < table.count):
+        raise IndexError(f"indices holds a value outside 0 to {table.count} - 1")
+
+
+def attention_error(status: int, tables: Sequence[int], k_cache: Tensor) -> ValueError:
+    """What a status other than 0 says. `tables`: the shape of the block tables."""
+    sequences, table_width = tables
     blocks, _, block_size, _ = k_cache.shape
     text = ATTENTION_ERRORS[status] or "unknown status"
     return ValueError(text.format(sequences=sequences, slots=table_width * block_size, blocks=blocks))

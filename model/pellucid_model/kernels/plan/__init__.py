@@ -10,6 +10,7 @@ from __future__ import annotations
 from pellucid_model.kernels.plan.fusion import fuse
 from pellucid_model.kernels.plan.native import Plan, PlanBatch
 from pellucid_model.kernels.plan.program import Program
-from pellucid_model.kernels.plan.recording import NotRecordable, record
+from pellucid_model.kernels.plan.recording import record
+from pellucid_model.kernels.plan.rows import NotRecordable
 
 __all__ = ["NotRecordable", "Plan", "PlanBatch", "Program", "fuse", "record"]

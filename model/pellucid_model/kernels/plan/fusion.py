@@ -13,8 +13,9 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import replace
 from itertools import pairwise
+from typing import cast, get_args
 
-from pellucid_model.kernels.interface import PackedLinear
+from pellucid_model.kernels.interface import Activation, PackedLinear
 from pellucid_model.kernels.plan.program import (
     Activate,
     Combine,
@@ -48,6 +49,11 @@ def _select_early(program: Program) -> None:
             selected = Operand(program.new_buffer(normalize.x.width, "sampled"), 0, normalize.x.width)
             program.instructions[index] = Select(normalize.x, selected)
             program.instructions[index + 1] = Normalize(selected, normalize.norm, normalize.size, select.out)
+
+
+def _layer_activation(activate: Activate) -> Activation | None:
+    """The function, where layers can end in it."""
+    return cast("Activation", activate.kind) if activate.kind in get_args(Activation) else None
 
 
 class _Fusion:
@@ -84,11 +90,13 @@ class _Fusion:
             if product.kind != "multiply" or up is None or activation is None:
                 continue
             activate = self._list[activation]
-            gate = self._plain_layer(activate.x, activation) if isinstance(activate, Activate) else None
-            if gate is None or not isinstance(activate, Activate) or not self._go_together(gate, up, index):
+            if not isinstance(activate, Activate) or (kind := _layer_activation(activate)) is None:
+                continue
+            gate = self._plain_layer(activate.x, activation)
+            if gate is None or not self._go_together(gate, up, index):
                 continue
             gate_packed, (x, packed) = self._layer(gate)[1], self._layer(up)
-            self._replace(index, (gate, up, activation), x, Layer(packed, product.out, gate_packed, activate.kind))
+            self._replace(index, (gate, up, activation), x, Layer(packed, product.out, gate_packed, kind))
             return
 
     def _absorb_residual(self, index: int, total: Combine, b: Operand) -> None:
@@ -106,9 +114,10 @@ class _Fusion:
 
     def _absorb_activation(self, index: int, activate: Activate) -> None:
         layer = self._plain_layer(activate.x, index) if self._list[index] is activate else None
-        if layer is not None and self._may_move(layer, index):
+        kind = _layer_activation(activate)
+        if layer is not None and kind is not None and self._may_move(layer, index):
             x, packed = self._layer(layer)
-            self._replace(index, (layer,), x, Layer(packed, activate.out, activation=activate.kind))
+            self._replace(index, (layer,), x, Layer(packed, activate.out, activation=kind))
 
     def _join_layers(self) -> None:
         groups: dict[object, list[int]] = defaultdict(list)

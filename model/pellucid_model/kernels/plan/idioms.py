@@ -2,8 +2,8 @@
 
     x * rsqrt(mean(x ** 2) + eps)      the usual RMS norm; also x * x, and x / sqrt(…)
 
-Each step of it is known by the memory of its result. The last one, a product with x, is the norm; until then nothing is
-recorded. A result on the way that is used for anything else cannot be recorded.
+Each step of it is known by the memory of its result. The last one, a product with x, becomes the kernels' own norm;
+what was recorded on the way is left out of the program where nothing else reads it.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ Stage = Literal["square", "mean", "shifted", "root", "inverse root"]
 _NEXT: dict[tuple[Any, Stage], Stage] = {
     (aten.mean.dim, "square"): "mean",
     (aten.add.Tensor, "mean"): "shifted",
+    (aten.add_.Tensor, "mean"): "shifted",
+    (aten.add.Scalar, "mean"): "shifted",
     (aten.add_.Scalar, "mean"): "shifted",
     (aten.sqrt.default, "shifted"): "root",
     (aten.rsqrt.default, "shifted"): "inverse root",
@@ -46,12 +48,14 @@ class RootMeanSquare:
         """Whether x is a result on the way."""
         return isinstance(x, Tensor) and _address(x) in self._partials
 
-    def follow(self, function: Any, args: Sequence[Any], out: Tensor) -> bool:
-        """Note a step; False where it is none."""
+    def follow(self, function: Any, args: Sequence[Any], out: Tensor) -> None:
+        """Note a step, and forget what was made of numbers that have changed."""
         partial = self._next(function, args)
+        at = _address(out)
+        if function._schema.is_mutable:
+            self._partials = {key: value for key, value in self._partials.items() if at not in (key, _address(value.x))}
         if partial is not None:
-            self._partials[_address(out)] = partial
-        return partial is not None
+            self._partials[at] = partial
 
     def complete(self, function: Any, args: Sequence[Any]) -> tuple[Tensor, float] | None:
         """x and eps where this product or quotient is the norm's last step."""
@@ -68,6 +72,8 @@ class RootMeanSquare:
     def _next(self, function: Any, args: Sequence[Any]) -> Partial | None:
         x = args[0]
         if function is aten.pow.Tensor_Scalar and args[1] == 2:
+            return Partial("square", x)
+        if function is aten.mul.Tensor and isinstance(args[1], Tensor) and _same_view(x, args[1]):
             return Partial("square", x)
         if not self.knows(x):
             return None

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+from array import array
 from collections.abc import Sequence
 from ctypes import c_float, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
+from typing import TypeAlias, get_args
 
 import torch
 from torch import Tensor
@@ -13,9 +15,16 @@ from torch import Tensor
 from pellucid_model.contract import Rotary
 from pellucid_model.kernels import library
 from pellucid_model.kernels.fused import NORMS, LinearLayer, address, linear_arguments, linear_layer
-from pellucid_model.kernels.native import AttentionArguments, NativeKernels, attention_error
+from pellucid_model.kernels.native import (
+    CACHE_FORMATS,
+    TABLE_FORMATS,
+    AttentionArguments,
+    NativeKernels,
+    attention_error,
+)
 from pellucid_model.kernels.plan.program import (
     Activate,
+    Arithmetic,
     Attention,
     Combine,
     Copy,
@@ -25,12 +34,17 @@ from pellucid_model.kernels.plan.program import (
     Normalize,
     Operand,
     Program,
+    Rearrange,
+    Reduce,
+    Reduction,
     Select,
 )
 
-_KINDS = (Gather, Select, Copy, Combine, Linear, Normalize, Activate, Attention)
+_KINDS = (Gather, Select, Copy, Rearrange, Combine, Reduce, Linear, Normalize, Activate, Attention)
 _PHASES = ("tokens", "sampled")
-_ARITHMETIC = ("add", "subtract", "multiply", "divide")
+_ARITHMETIC: tuple[str, ...] = get_args(Arithmetic)
+_REDUCTIONS: tuple[str, ...] = get_args(Reduction)
+_BEYOND_TABLE = -1
 _ROWS, _SAME_FOR_ALL_ROWS, _NUMBER = range(3)
 
 
@@ -68,19 +82,26 @@ class _Batch(ctypes.Structure):
     )
 
 
+Integers: TypeAlias = "Tensor | array[int]"
+"""An array costs less to make."""
+
+
 @dataclass(frozen=True)
 class PlanBatch:
     """A step's inputs: T tokens of S sequences, R of which need logits. Types and meanings as in `paged_attention`."""
 
-    tokens: Tensor
+    tokens: Integers
     """[T] int64."""
-    positions: Tensor
+    positions: Integers
     """[T] int64."""
-    positions32: Tensor
+    positions32: Integers
     """The same as int32."""
-    row_sequence: Tensor
-    block_tables: Tensor
-    sampled_rows: Tensor
+    row_sequence: Integers
+    """[T] int32."""
+    block_tables: Integers
+    """[S * table_width] int32, one sequence's after the other."""
+    table_width: int
+    sampled_rows: Integers
     """[R] int64."""
     windows: Sequence[Tensor | None]
     """For each of `Plan.windows`: the window of every sequence in layers of that kind."""
@@ -126,7 +147,7 @@ class Plan:
         self._call(batch, rows, logits, self._logits_begin, len(self._instructions))
         return logits
 
-    def _call(self, batch: PlanBatch, sampled_rows: Tensor, logits: Tensor, begin: int, end: int) -> None:
+    def _call(self, batch: PlanBatch, sampled_rows: Integers, logits: Tensor, begin: int, end: int) -> None:
         if len(sampled_rows) == 0:
             end = min(end, self._logits_begin)
         rows = {"tokens": len(batch.tokens), "sampled": len(sampled_rows)}
@@ -138,24 +159,26 @@ class Plan:
             rows=tuple(rows[phase] for phase in _PHASES),
             arena=tuple(self._arena(phase, rows[phase]) for phase in _PHASES),
             logits=logits.data_ptr(),
-            tokens=batch.tokens.data_ptr(),
-            positions=batch.positions.data_ptr(),
-            sampled_rows=sampled_rows.data_ptr(),
-            positions32=batch.positions32.data_ptr(),
-            row_sequence=batch.row_sequence.data_ptr(),
-            block_tables=batch.block_tables.data_ptr(),
+            tokens=address(batch.tokens),
+            positions=address(batch.positions),
+            sampled_rows=address(sampled_rows),
+            positions32=address(batch.positions32),
+            row_sequence=address(batch.row_sequence),
+            block_tables=address(batch.block_tables),
             windows=ctypes.addressof(windows),
             sinks=address(batch.sinks),
             sink_query_positions=address(batch.sink_query_positions),
             angles=ctypes.addressof(angles),
-            sequences=batch.block_tables.shape[0],
-            table_width=batch.block_tables.shape[1],
+            sequences=len(batch.block_tables) // batch.table_width,
+            table_width=batch.table_width,
             threads=library.threads(),
         )
         first = ctypes.addressof(self._instructions) + begin * ctypes.sizeof(_Instruction)
         status: int = self._run(c_void_p(first), c_int64(end - begin), ctypes.byref(call))
+        if status == _BEYOND_TABLE:
+            raise IndexError("a token or a position is beyond the table that it is looked up in")
         if status:
-            raise attention_error(status, batch.block_tables, self._caches[0][0])
+            raise attention_error(status, (call.sequences, call.table_width), self._caches[0][0])
 
     def _arena(self, phase: str, rows: int) -> int:
         needed = rows * self._arena_widths[phase]  # type: ignore[index]
@@ -175,9 +198,14 @@ class Plan:
             compiled.out = self._place(instruction.out)
         match instruction:
             case Gather(table, index):
-                compiled.first, compiled.variant = self._keep(table), int(index == "positions")
+                compiled.first, compiled.variant = self._keep(table.weight), int(index == "positions")
+                compiled.size, compiled.other = table.count, TABLE_FORMATS.index(table.format)
             case Select(x) | Copy(x):
                 compiled.a = self._place(x)
+            case Rearrange(x, columns, fill):
+                compiled.a, compiled.first, compiled.number = self._place(x), self._keep(columns), fill
+            case Reduce(kind, x, size):
+                compiled.a, compiled.variant, compiled.size = self._place(x), _REDUCTIONS.index(kind), size
             case Combine(kind, a, b):
                 compiled.variant, compiled.a = _ARITHMETIC.index(kind), self._place(a)
                 self._set_second(compiled, b)
@@ -238,7 +266,7 @@ class Plan:
             scale=options.scale,
             softcap=options.softcap or 0.0,
             interleaved=rotary is not None and rotary.interleaved,
-            cache_is_bfloat16=keys.dtype == torch.bfloat16,
+            cache_format=CACHE_FORMATS.index(keys.dtype),
         )
         self._kept.append(fixed)
         compiled.first, compiled.a = ctypes.addressof(fixed), self._place(instruction.q)

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from pellucid_model.contract import AttentionOptions
 from pellucid_model.kernels.fused import Norm
-from pellucid_model.kernels.interface import Activation, PackedLinear
+from pellucid_model.kernels.interface import Activation, Function, PackedLinear, Table
 
 Phase = Literal["tokens", "sampled"]
-Arithmetic = Literal["add", "subtract", "multiply", "divide"]
+Arithmetic = Literal["add", "subtract", "multiply", "divide", "maximum", "minimum"]
+Reduction = Literal["sum", "maximum"]
 
 
 @dataclass(frozen=True)
@@ -32,9 +33,9 @@ class Operand:
 
 @dataclass(frozen=True, eq=False)
 class Gather:
-    """out[row] = table[index[row]]: embeddings, learned and tabulated positions. table [count, width] float32."""
+    """out[row] = table[index[row]]: embeddings, learned and tabulated positions."""
 
-    table: Tensor
+    table: Table
     index: Literal["tokens", "positions"]
     out: Operand
 
@@ -54,8 +55,31 @@ class Copy:
 
 
 @dataclass(frozen=True, eq=False)
+class Rearrange:
+    """out[row, j] = x[row, columns[j]], or `fill` where that is -1. columns [width of out] int32."""
+
+    x: Operand
+    columns: Tensor
+    fill: float
+    out: Operand
+
+
+@dataclass(frozen=True, eq=False)
+class Reduce:
+    """Of each `size` numbers of a row one: their sum, or the largest."""
+
+    kind: Reduction
+    x: Operand
+    size: int
+    out: Operand
+
+
+@dataclass(frozen=True, eq=False)
 class Combine:
-    """out = a (kind) b, elementwise; b is another operand, the same numbers for every row, or one number."""
+    """out = a (kind) b, elementwise; b is another operand, the same numbers for every row, or one number.
+
+    maximum and minimum take no other operand, and are NaN where a is.
+    """
 
     kind: Arithmetic
     a: Operand
@@ -98,7 +122,7 @@ class Normalize:
 
 @dataclass(frozen=True, eq=False)
 class Activate:
-    kind: Activation
+    kind: Function
     x: Operand
     out: Operand
 
@@ -120,7 +144,7 @@ class Attention:
     options: AttentionOptions
 
 
-Instruction = Gather | Select | Copy | Combine | Linear | Normalize | Activate | Attention
+Instruction = Gather | Select | Copy | Rearrange | Combine | Reduce | Linear | Normalize | Activate | Attention
 
 
 def writes(instruction: Instruction) -> list[Operand]:
@@ -152,6 +176,16 @@ class Program:
         self.widths.append(width)
         self.phases.append(phase)
         return len(self.widths) - 1
+
+    def drop_unread(self) -> None:
+        """Leave out what nobody reads. Attention is always kept: it writes keys and values."""
+        needed = set() if self.logits is None else {self.logits.buffer}
+        kept: list[Instruction] = []
+        for each in reversed(self.instructions):
+            if isinstance(each, Attention) or any(operand.buffer in needed for operand in writes(each)):
+                kept.append(each)
+                needed |= {operand.buffer for operand in reads(each)}
+        self.instructions = kept[::-1]
 
     def places(self) -> tuple[list[int], dict[Phase, int]]:
         """Where each buffer begins in its phase's arena, in numbers per row, and how wide the arenas are.

@@ -42,9 +42,8 @@ inline double exp_of_negative(double x) {
 // Lanes, because a single sum waits for itself; their order is fixed, so the sum is too.
 Normalizer normalize(const float* row, int64_t vocab) {
     constexpr int kLanes = 8;
-    if (!pellucid::is_clean(row, vocab)) return {0, 0, false};
-    const float highest = pellucid::highest_logit(row, vocab);
-    if (highest == -std::numeric_limits<float>::infinity()) return {0, 0, false};
+    const auto [highest, id, clean] = pellucid::find_highest(row, vocab);
+    if (!clean || highest == -std::numeric_limits<float>::infinity()) return {0, 0, false};
     double sums[kLanes] = {};
     int64_t i = 0;
     for (; i + kLanes <= vocab; i += kLanes)

@@ -8,7 +8,7 @@
 #include "attention_arguments.h"
 #include "linear_arguments.h"
 #include "parallel.h"
-#include "simd.h"
+#include "tables.h"
 
 extern "C" {
 int32_t pellucid_paged_attention(const void* arguments);
@@ -23,8 +23,11 @@ namespace pellucid {
 namespace {
 
 // Mirrors plan/native.py.
-enum Kind : int32_t { kGather, kSelect, kCopy, kCombine, kLinear, kNormalize, kActivate, kAttention };
-enum Arithmetic : int32_t { kAdd, kSubtract, kMultiply, kDivide };
+enum Kind : int32_t {
+    kGather, kSelect, kCopy, kRearrange, kCombine, kReduce, kLinear, kNormalize, kActivate, kAttention
+};
+enum Arithmetic : int32_t { kAdd, kSubtract, kMultiply, kDivide, kMaximum, kMinimum };
+enum Reduction : int32_t { kSum, kLargest };
 enum Second : int32_t { kRows, kSameForAllRows, kNumber };
 
 struct Place {
@@ -41,11 +44,11 @@ struct Instruction {
     const void* call;    // of activations
     const void* first;   // weight, table, constant, or what is fixed of an operator's arguments
     const void* second;  // bias, or the LayerPlaces of a linear layer
-    int64_t size;        // numbers of a norm
-    float number;        // epsilon, or the number to combine with
+    int64_t size;        // numbers of a norm or a reduction; rows of a table
+    float number;        // epsilon, the number to combine with, or to fill with
     Kind kind;
-    int32_t variant;  // Arithmetic, Norm; for a gather 1: by position; for attention 1: with keys and values
-    int32_t other;    // Second; for attention 1: sinks stay visible
+    int32_t variant;  // Arithmetic, Reduction, Norm; for a gather 1: by position; for attention 1: with keys and values
+    int32_t other;    // Second, TableFormat; for attention 1: sinks stay visible
     int32_t window, rotary;  // indices into Batch, rotary -1: none
 };
 
@@ -53,6 +56,7 @@ struct LayerPlaces {
     Place out, residual;  // residual: width 0 where there is none
 };
 
+constexpr int32_t kBeyondTable = -1;  // beside the attention's Status
 constexpr int kMostLayers = 16;  // as in plan/fusion.py
 
 struct Angles {
@@ -80,14 +84,16 @@ public:
     int32_t run(const Instruction& i) const {
         const int64_t rows = batch_.rows[i.out.phase];
         switch (i.kind) {
-            case kGather: gather(i, rows); break;
+            case kGather: return gather(i, rows);
             case kSelect:
                 each_row(rows, i.out.width, [&](int64_t row) { copy(at(i.a, batch_.sampled_rows[row]), i.out, row); });
                 break;
             case kCopy:
                 each_row(rows, i.out.width, [&](int64_t row) { copy(at(i.a, row), i.out, row); });
                 break;
+            case kRearrange: rearrange(i, rows); break;
             case kCombine: combine(i, rows); break;
+            case kReduce: reduce(i, rows); break;
             case kLinear: linear(i); break;
             case kNormalize: normalize(i, rows); break;
             case kActivate: activate(i, rows); break;
@@ -116,10 +122,31 @@ private:
         });
     }
 
-    void gather(const Instruction& i, int64_t rows) const {
+    int32_t gather(const Instruction& i, int64_t rows) const {
         const int64_t* index = i.variant ? batch_.positions : batch_.tokens;
-        const auto* table = static_cast<const float*>(i.first);
-        each_row(rows, i.out.width, [&](int64_t row) { copy(table + index[row] * i.out.width, i.out, row); });
+        for (int64_t row = 0; row < rows; ++row)
+            if (index[row] < 0 || index[row] >= i.size) return kBeyondTable;
+        each_row(rows, i.out.width,
+                 [&](int64_t row) { look_up_row(i.first, i.other, index[row], at(i.out, row), i.out.width); });
+        return kOk;
+    }
+
+    void rearrange(const Instruction& i, int64_t rows) const {
+        const auto* columns = static_cast<const int32_t*>(i.first);
+        each_row(rows, i.out.width, [&](int64_t row) {
+            const float* x = at(i.a, row);
+            float* out = at(i.out, row);
+            for (int64_t j = 0; j < i.out.width; ++j) out[j] = columns[j] < 0 ? i.number : x[columns[j]];
+        });
+    }
+
+    void reduce(const Instruction& i, int64_t rows) const {
+        each_row(rows, i.a.width, [&](int64_t row) {
+            const float* x = at(i.a, row);
+            float* out = at(i.out, row);
+            for (int64_t j = 0; j < i.out.width; ++j, x += i.size)
+                out[j] = i.variant == kSum ? row_sum(x, i.size) : row_max(x, i.size);
+        });
     }
 
     void combine(const Instruction& i, int64_t rows) const {
@@ -128,6 +155,8 @@ private:
             case kSubtract: return combine(i, rows, [](F16 a, F16 b) { return a - b; });
             case kMultiply: return combine(i, rows, [](F16 a, F16 b) { return a * b; });
             case kDivide: return combine(i, rows, [](F16 a, F16 b) { return a / b; });
+            case kMaximum: return combine(i, rows, [](F16 a, F16 b) { return max(b, a); });
+            case kMinimum: return combine(i, rows, [](F16 a, F16 b) { return min(b, a); });
         }
     }
 
@@ -223,7 +252,7 @@ private:
 }  // namespace
 }  // namespace pellucid
 
-// Returns the attention's Status; anything but kOk stops the step there.
+// Returns kBeyondTable or the attention's Status; anything but kOk stops the step there.
 extern "C" int32_t pellucid_run_plan(const pellucid::Instruction* instructions, int64_t count,
                                      const pellucid::Batch* batch) {
     const pellucid::Step step(*batch);

@@ -57,6 +57,48 @@ struct Gelu {
     }
 };
 
+struct Tanh {
+    PELLUCID_INLINE F16 operator()(F16 x) const { return tanh(x); }
+};
+
+struct Sigmoid {
+    PELLUCID_INLINE F16 operator()(F16 x) const { return times_sigmoid(broadcast(1.0f), x); }
+};
+
+struct Exp {
+    PELLUCID_INLINE F16 operator()(F16 x) const { return exp(x); }
+};
+
+struct SquareRoot {
+    PELLUCID_INLINE F16 operator()(F16 x) const {
+        float lanes[16];
+        store(lanes, x);
+        for (float& lane : lanes) lane = std::sqrt(lane);  // rounded correctly on every CPU
+        return load(lanes);
+    }
+};
+
+struct Absolute {
+    PELLUCID_INLINE F16 operator()(F16 x) const { return absolute(x); }
+};
+
+struct Reciprocal {
+    PELLUCID_INLINE F16 operator()(F16 x) const { return broadcast(1.0f) / x; }
+};
+
+// The sum, or the largest, of a row. NaN where one of them is.
+PELLUCID_INLINE float row_sum(const float* x, int64_t size) {
+    F16 sum = broadcast(0.0f);
+    for_each_vector(size, [&](int64_t i, int count) { sum = sum + load(x + i, count); });
+    return horizontal_sum(sum);
+}
+
+inline float row_max(const float* x, int64_t size) {
+    float largest = x[0];
+    for (int64_t i = 1; i < size; ++i) largest = x[i] > largest || x[i] != x[i] ? x[i] : largest;
+    return largest;
+}
+
 // out = x / sqrt(mean(x^2) + eps) * weight; weight [size] or null.
 PELLUCID_INLINE void rms_norm_row(const float* x, const float* weight, float* out, int64_t size, float eps) {
     F16 squares = broadcast(0.0f);

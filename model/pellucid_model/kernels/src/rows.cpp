@@ -1,6 +1,7 @@
-// Operators that work on one row, or one number, at a time: RMS norm, layer norm, activation functions. float32.
+// Operators that work on one row, or one number, at a time: norms, look-ups, functions of single numbers. float32.
 #include "parallel.h"
 #include "row_functions.h"
+#include "tables.h"
 
 namespace pellucid {
 namespace {
@@ -58,4 +59,35 @@ extern "C" void pellucid_gelu(const float* x, float* out, int64_t size, int thre
 
 extern "C" void pellucid_gelu_tanh(const float* x, float* out, int64_t size, int threads) {
     map<GeluTanh>(x, out, size, threads);
+}
+
+extern "C" void pellucid_tanh(const float* x, float* out, int64_t size, int threads) {
+    map<Tanh>(x, out, size, threads);
+}
+
+extern "C" void pellucid_sigmoid(const float* x, float* out, int64_t size, int threads) {
+    map<Sigmoid>(x, out, size, threads);
+}
+
+extern "C" void pellucid_exp(const float* x, float* out, int64_t size, int threads) {
+    map<Exp>(x, out, size, threads);
+}
+
+extern "C" void pellucid_sqrt(const float* x, float* out, int64_t size, int threads) {
+    map<SquareRoot>(x, out, size, threads);
+}
+
+extern "C" void pellucid_absolute(const float* x, float* out, int64_t size, int threads) {
+    map<Absolute>(x, out, size, threads);
+}
+
+extern "C" void pellucid_reciprocal(const float* x, float* out, int64_t size, int threads) {
+    map<Reciprocal>(x, out, size, threads);
+}
+
+// out [rows, width] = rows of a table [count, width]; every index is in [0, count).
+extern "C" void pellucid_look_up(const void* table, int format, const int64_t* indices, float* out, int64_t rows,
+                                 int64_t width, int threads) {
+    for_each_row(rows, width, threads,
+                 [=](int64_t row) { look_up_row(table, format, indices[row], out + row * width, width); });
 }

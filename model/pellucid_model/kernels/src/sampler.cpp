@@ -130,12 +130,6 @@ const float* change_logits(const float* row, int64_t vocab, const Row& settings,
 
 // ---- Selection ------------------------------------------------------------------------------------------------------
 
-// Step 4. The lowest id with the highest logit, or -1 if no id is possible.
-int64_t argmax(const float* row, int64_t vocab) {
-    const float highest = pellucid::highest_logit(row, vocab);
-    return highest == kImpossible ? -1 : std::find(row, row + vocab, highest) - row;
-}
-
 // Step 6 off: every id is left, impossible ones too; their z is -inf, so they never win.
 void keep_all(int64_t vocab, Scratch& s) {
     s.ids.resize(vocab);
@@ -261,16 +255,20 @@ uint32_t draw(const Row& settings, const Scratch& s) {
 // ---- A row ----------------------------------------------------------------------------------------------------------
 
 int32_t sample_row(const float* row, int64_t vocab, const Row& settings, const int32_t* banned_ids, Scratch& s) {
-    if (!pellucid::is_clean(row, vocab)) return -1;  // Step 1.
-    if (settings.changes_logits()) row = change_logits(row, vocab, settings, banned_ids, s);
-    const int64_t first = argmax(row, vocab);
-    if (first < 0 || settings.temperature == 0 || settings.top_k == 1) return static_cast<int32_t>(first);
+    pellucid::Highest first = pellucid::find_highest(row, vocab);
+    if (!first.clean) return -1;  // Step 1.
+    if (settings.changes_logits()) {
+        row = change_logits(row, vocab, settings, banned_ids, s);
+        first = pellucid::find_highest(row, vocab);
+    }
+    if (first.logit == kImpossible) return -1;
+    if (settings.temperature == 0 || settings.top_k == 1) return static_cast<int32_t>(first.id);  // Step 4.
 
     if (settings.top_k > 0 && settings.top_k < vocab)
         keep_top_k(row, vocab, settings.top_k, s);
     else
         keep_all(vocab, s);
-    compute_z(row, double{row[first]}, settings.temperature, s);
+    compute_z(row, double{first.logit}, settings.temperature, s);
     if (settings.top_p < 1) keep_top_p(row, settings.top_p, s);
     if (settings.min_p > 0) keep_where(s, [&](size_t i) { return std::exp(s.z[i]) >= settings.min_p; });
     if (settings.typical_p < 1) keep_typical(settings.typical_p, s);

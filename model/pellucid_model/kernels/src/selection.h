@@ -12,24 +12,44 @@
 namespace pellucid {
 namespace {
 
-// False if an id below `vocab` has NaN or +inf.
-inline bool is_clean(const float* row, int64_t vocab) {
-    bool clean = true;
-    for (int64_t i = 0; i < vocab; ++i) clean &= row[i] < std::numeric_limits<float>::infinity();
-    return clean;
-}
+// What stands at the top of a row.
+struct Highest {
+    float logit;  // -inf for none
+    int64_t id;   // the lowest one with this logit
+    bool clean;   // false if an id below `vocab` has NaN or +inf; then the others say nothing
+};
 
-// The highest logit of a clean row; -inf for none.
-inline float highest_logit(const float* row, int64_t vocab) {
-    constexpr int kLanes = 16;  // independent maxima, because a single one waits for itself
-    float lanes[kLanes];
-    std::fill(lanes, lanes + kLanes, -std::numeric_limits<float>::infinity());
-    int64_t i = 0;
-    for (; i + kLanes <= vocab; i += kLanes)
-        for (int j = 0; j < kLanes; ++j) lanes[j] = row[i + j] > lanes[j] ? row[i + j] : lanes[j];
-    float highest = *std::max_element(lanes, lanes + kLanes);
-    for (; i < vocab; ++i) highest = std::max(highest, row[i]);
-    return highest;
+// One pass over the row: the highest logit is noted block by block, and only its own block is searched for its id.
+inline Highest find_highest(const float* row, int64_t vocab) {
+    constexpr int64_t kBlock = 512;
+    constexpr int kLanes = 32;  // independent maxima, because a single one waits for itself
+    constexpr float kLowest = -std::numeric_limits<float>::infinity();
+    float highest = kLowest;
+    int64_t best = 0;
+    bool clean = true;
+    for (int64_t begin = 0; begin < vocab; begin += kBlock) {
+        const float* block = row + begin;
+        const int64_t size = std::min(kBlock, vocab - begin);
+        float lanes[kLanes];
+        int32_t fine[kLanes];
+        std::fill(lanes, lanes + kLanes, kLowest);
+        std::fill(fine, fine + kLanes, -1);
+        int64_t i = 0;
+        for (; i + kLanes <= size; i += kLanes)
+            for (int j = 0; j < kLanes; ++j) {
+                lanes[j] = block[i + j] > lanes[j] ? block[i + j] : lanes[j];
+                fine[j] &= block[i + j] < std::numeric_limits<float>::infinity() ? -1 : 0;
+            }
+        for (int j = 0; i < size; ++i, ++j) {
+            lanes[j] = std::max(lanes[j], block[i]);
+            fine[j] &= block[i] < std::numeric_limits<float>::infinity() ? -1 : 0;
+        }
+        for (const int32_t lane : fine) clean &= lane != 0;
+        const float here = *std::max_element(lanes, lanes + kLanes);
+        if (here > highest) highest = here, best = begin;
+    }
+    const float* end = row + std::min(best + kBlock, vocab);
+    return {highest, std::find(row + best, end, highest) - row, clean};
 }
 
 // Larger is earlier in the order (logit descending, id ascending). Adding 0 makes -0 equal to 0.
@@ -54,10 +74,17 @@ inline void select_top_k(const float* row, int64_t vocab, size_t k, std::vector<
         keys.resize(k);
         bar = row[id_of(keys[k - 1])];
     };
-    for (int64_t i = 0; i < vocab; ++i) {
-        if (!(row[i] > bar)) continue;  // Ids ascend: at the bar itself, earlier ids have won.
-        keys.push_back(order_key(row[i], static_cast<uint32_t>(i)));
-        if (keys.size() == capacity) shrink();
+    constexpr int64_t kBlock = 64;  // most blocks have nothing above the bar, which is seen at once
+    for (int64_t begin = 0; begin < vocab; begin += kBlock) {
+        const int64_t end = std::min(begin + kBlock, vocab);
+        int32_t above = 0;
+        for (int64_t i = begin; i < end; ++i) above += row[i] > bar;
+        if (above == 0) continue;
+        for (int64_t i = begin; i < end; ++i) {
+            if (!(row[i] > bar)) continue;  // Ids ascend: at the bar itself, earlier ids have won.
+            keys.push_back(order_key(row[i], static_cast<uint32_t>(i)));
+            if (keys.size() == capacity) shrink();
+        }
     }
     if (keys.size() > k) shrink();
 }

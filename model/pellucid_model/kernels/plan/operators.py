@@ -1,0 +1,246 @@
+"""What torch's operators between layers become: instructions of a program, one operator at a time.
+
+    arithmetic     sums, products, quotients, limits; a smaller operand is spread over the larger one
+    functions      of single numbers; those that kernels have too become the kernels' own
+    reductions     in reductions.py
+    movements      and look-ups by tokens and positions, in movements.py
+
+What is written in terms of others here is computed in that order, so its last bits need not be torch's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from pellucid_model.kernels.interface import Function
+from pellucid_model.kernels.plan.movements import (
+    assign,
+    copy,
+    embedding,
+    fill,
+    index,
+    index_select,
+    masked_fill,
+    movement,
+    pad,
+    where,
+)
+from pellucid_model.kernels.plan.program import Activate, Arithmetic, Combine, Operand
+from pellucid_model.kernels.plan.reductions import (
+    deviation,
+    layer_norm,
+    mean,
+    reduce,
+    softmax,
+    variance,
+    vector_norm,
+)
+from pellucid_model.kernels.plan.rows import NotRecordable
+
+if TYPE_CHECKING:
+    from pellucid_model.kernels.plan.recording import Recorder
+
+aten = torch.ops.aten
+Handler = Callable[..., None]
+"""Takes the recorder, the operator's result and its arguments."""
+
+
+def handler_of(function: Any) -> Handler | None:
+    return _HANDLERS.get(function)
+
+
+# Arithmetic
+
+
+def _arithmetic(kind: Arithmetic) -> Handler:
+    def handler(r: Recorder, out: Tensor, a: Any, b: Any, alpha: float = 1) -> None:
+        if alpha != 1:
+            raise NotRecordable("it adds with a factor (alpha)")
+        if r.is_row(a):
+            _combine(r, kind, out, a, b)
+        elif kind in ("add", "multiply"):  # commutative to the last bit
+            _combine(r, kind, out, b, a)
+        else:
+            _combine_reversed(r, kind, out, a, b)
+
+    return handler
+
+
+def _combine_reversed(r: Recorder, kind: Arithmetic, out: Tensor, a: Any, b: Tensor) -> None:
+    """A constant less, or divided by, numbers of each row: a - b = -b + a, to the last bit; a / b = 1 / b · a."""
+    target = r.target(out)
+    turned = r.buffer(target.width)
+    if kind == "subtract":
+        r.add(Combine("multiply", r.operand_as(b, out), -1.0, turned))
+    else:
+        r.add(Activate("reciprocal", r.operand_as(b, out), turned))
+    r.add(Combine("add" if kind == "subtract" else "multiply", turned, _second(r, a, out), target))
+
+
+def _combine(r: Recorder, kind: Arithmetic, out: Tensor, a: Tensor, b: Any) -> None:
+    r.add(Combine(kind, r.operand_as(a, out), _second(r, b, out), r.target(out)))
+
+
+def _second(r: Recorder, b: Any, out: Tensor) -> Operand | Tensor | float:
+    """A second operand as `Combine` takes it: numbers of each row, the same numbers for all rows, or one number."""
+    if not isinstance(b, Tensor):
+        return float(b)
+    if r.is_row(b):
+        return r.operand_as(b, out)
+    if b.numel() == 1:
+        number: float = r.unseen(lambda: float(b))
+        return number
+
+    def spread() -> Tensor:
+        by_row = b.float().expand(out.shape).movedim(r.row_dimension(out), 0).reshape(r.rows, -1)
+        if not torch.equal(by_row, by_row[:1].expand_as(by_row)):
+            raise NotRecordable("it combines rows with a constant that differs by row")
+        return by_row[0].clone()
+
+    if b.shape[max(0, b.dim() - out.dim() + r.row_dimension(out)) :][:1] == (r.rows,) and b.dim() == out.dim():
+        raise NotRecordable("it combines rows with a constant of as many rows")
+    constant: Tensor = r.unseen(spread)
+    return constant
+
+
+def _reversed_subtract(r: Recorder, out: Tensor, x: Tensor, other: Any, alpha: float = 1) -> None:
+    _arithmetic("subtract")(r, out, other, x, alpha)
+
+
+def _negative(r: Recorder, out: Tensor, x: Tensor) -> None:
+    _combine(r, "multiply", out, x, -1.0)
+
+
+def _clamp(r: Recorder, out: Tensor, x: Tensor, least: Any = None, most: Any = None) -> None:
+    target = r.target(out)
+    source = r.operand(x)
+    for kind, limit in (("maximum", least), ("minimum", most)):
+        if limit is not None:
+            if r.is_row(limit):
+                raise NotRecordable("it limits numbers by others of the same row")
+            r.add(Combine(kind, source, _second(r, limit, out), target))  # type: ignore[arg-type]
+            source = target
+
+
+def _hard_tanh(r: Recorder, out: Tensor, x: Tensor, least: float = -1, most: float = 1) -> None:
+    _clamp(r, out, x, least, most)
+
+
+def _power(r: Recorder, out: Tensor, x: Tensor, exponent: float) -> None:
+    source, target = r.operand(x), r.target(out)
+    match exponent:
+        case 2 | 3:
+            square = r.buffer(source.width) if exponent == 3 else target
+            r.add(Combine("multiply", source, source, square))
+            if exponent == 3:
+                r.add(Combine("multiply", square, source, target))
+        case 0.5:
+            r.add(Activate("sqrt", source, target))
+        case -0.5:
+            _inverse_root(r, out, x)
+        case -1:
+            r.add(Activate("reciprocal", source, target))
+        case _:
+            raise NotRecordable(f"it raises to the power of {exponent}; recorded are 2, 3, 0.5, -0.5 and -1")
+
+
+# Functions
+
+
+def _function(kind: Function) -> Handler:
+    def handler(r: Recorder, out: Tensor, x: Tensor) -> None:
+        r.add(Activate(kind, r.operand(x), r.target(out)))
+
+    return handler
+
+
+def _gelu(r: Recorder, out: Tensor, x: Tensor, approximate: str = "none") -> None:
+    _function("gelu_tanh" if approximate == "tanh" else "gelu")(r, out, x)
+
+
+def _inverse_root(r: Recorder, out: Tensor, x: Tensor) -> None:
+    target = r.target(out)
+    root = r.buffer(target.width)
+    r.add(Activate("sqrt", r.operand(x), root))
+    r.add(Activate("reciprocal", root, target))
+
+
+def _glu(r: Recorder, out: Tensor, x: Tensor, dim: int = -1) -> None:
+    """a · sigmoid(b) of two halves."""
+    first, second = r.unseen(lambda: x.chunk(2, dim))
+    gate = r.buffer(r.target(out).width)
+    r.add(Activate("sigmoid", r.operand(second), gate))
+    r.add(Combine("multiply", r.operand(first), gate, r.target(out)))
+
+
+_KINDS: dict[Arithmetic, tuple[str, ...]] = {
+    "add": ("add.Tensor", "add_.Tensor", "add.Scalar", "add_.Scalar"),
+    "subtract": ("sub.Tensor", "sub_.Tensor", "sub.Scalar", "sub_.Scalar"),
+    "multiply": ("mul.Tensor", "mul_.Tensor", "mul.Scalar", "mul_.Scalar"),
+    "divide": ("div.Tensor", "div_.Tensor", "div.Scalar", "div_.Scalar"),
+}
+_FUNCTIONS: dict[Function, tuple[str, ...]] = {
+    "relu": ("relu.default", "relu_.default"),
+    "silu": ("silu.default", "silu_.default"),
+    "tanh": ("tanh.default", "tanh_.default"),
+    "sigmoid": ("sigmoid.default", "sigmoid_.default"),
+    "exp": ("exp.default", "exp_.default"),
+    "sqrt": ("sqrt.default", "sqrt_.default"),
+    "absolute": ("abs.default", "abs_.default"),
+    "reciprocal": ("reciprocal.default", "reciprocal_.default"),
+}
+_OTHERS: dict[str, Handler] = {
+    **dict.fromkeys(("rsub.Scalar", "rsub.Tensor"), _reversed_subtract),
+    **dict.fromkeys(("neg.default", "neg_.default"), _negative),
+    **dict.fromkeys(("clamp.default", "clamp_.default", "clamp.Tensor", "clamp_.Tensor"), _clamp),
+    **dict.fromkeys(("clamp_min.default", "clamp_min_.default"), _clamp),
+    "clamp_max.default": lambda r, out, x, most: _clamp(r, out, x, None, most),
+    "clamp_max_.default": lambda r, out, x, most: _clamp(r, out, x, None, most),
+    **dict.fromkeys(("hardtanh.default", "hardtanh_.default"), _hard_tanh),
+    **dict.fromkeys(("pow.Tensor_Scalar", "pow_.Scalar"), _power),
+    **dict.fromkeys(("gelu.default", "gelu_.default"), _gelu),
+    **dict.fromkeys(("rsqrt.default", "rsqrt_.default"), _inverse_root),
+    "glu.default": _glu,
+    "sum.dim_IntList": partial(reduce, "sum"),
+    "amax.default": partial(reduce, "maximum"),
+    "mean.dim": mean,
+    "var.correction": variance,
+    "std.correction": deviation,
+    "linalg_vector_norm.default": vector_norm,
+    "_softmax.default": softmax,
+    "native_layer_norm.default": layer_norm,
+    **dict.fromkeys(("clone.default", "_to_copy.default"), copy),
+    **{
+        name: movement(getattr(getattr(aten, name.partition(".")[0]), name.partition(".")[2]))
+        for name in ("cat.default", "stack.default", "repeat.default", "flip.default", "roll.default")
+    },
+    "constant_pad_nd.default": pad,
+    **dict.fromkeys(("masked_fill.Scalar", "masked_fill.Tensor"), masked_fill),
+    "where.self": where,
+    "copy_.default": assign,
+    **dict.fromkeys(("fill_.Scalar", "fill_.Tensor"), fill),
+    "embedding.default": embedding,
+    "index.Tensor": index,
+    "index_select.default": index_select,
+}
+
+
+def _operator(name: str) -> Any:
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(aten, packet), overload)
+
+
+_HANDLERS: dict[Any, Handler] = {
+    _operator(name): handler
+    for names, handler in (
+        *((names, _arithmetic(kind)) for kind, names in _KINDS.items()),
+        *((names, _function(kind)) for kind, names in _FUNCTIONS.items()),
+        *(((name,), handler) for name, handler in _OTHERS.items()),
+    )
+    for name in names
+}
