@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
-from pellucid_server.engine.memory import available_memory
+from pellucid_server.engine.memory import available_memory, out_of_memory
 
 GIB = 1 << 30
 
@@ -42,3 +43,12 @@ def test_control_group_limits_count_without_reclaimable_pages(meminfo: Path, tmp
 
 def test_the_real_machine_has_some() -> None:
     assert available_memory() > 1 << 20
+
+
+def test_a_full_gpu_is_told_in_one_line_with_its_numbers() -> None:
+    numbers = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 79.1 GiB of which 1.5 GiB is free."
+    text = out_of_memory(torch.OutOfMemoryError(f"{numbers}\nIncluding 3 GiB. If reserved memory is large try …"))
+    assert numbers in text
+    assert "\n" not in text
+    assert "If reserved" not in text
+    assert text.endswith("Lower --kv-cache-memory, --max-step-tokens or --max-running")

@@ -27,10 +27,14 @@ def main() -> int:
         if not isinstance(configure, Configure):
             raise TypeError(f"the first message must be Configure, not {type(configure).__name__}")
         # torch takes a second or two to import; everything that can fail cheaply has been done by now.
+        import torch
+
         from pellucid_model.errors import ModelError
+        from pellucid_model.user_module import one_line
         from pellucid_server.engine.engine import Engine
         from pellucid_server.engine.loading import load
-        from pellucid_server.logs import set_up_logging
+        from pellucid_server.engine.memory import out_of_memory
+        from pellucid_server.logs import LOGGER, set_up_logging
 
         set_up_logging(configure.log_level, configure.log_format)
         try:
@@ -42,8 +46,20 @@ def main() -> int:
         except (ModelError, ValueError) as error:
             connection.send(StartFailed(str(error)))
             return 1
+        except torch.OutOfMemoryError as error:
+            connection.send(StartFailed(out_of_memory(error)))
+            return 1
+        except (Exception, SystemExit) as error:
+            LOGGER.exception("the model cannot be loaded")
+            connection.send(StartFailed(f"the model cannot be loaded: {one_line(error)}; the log has the traceback"))
+            return 1
         connection.send(msgspec.structs.replace(loaded.ready, warm_up_seconds=seconds))
-        return engine.serve(connection)
+        try:
+            return engine.serve(connection)
+        except torch.OutOfMemoryError as error:
+            # The frontend starts another engine, whose memory is in one piece, and its requests go on there.
+            LOGGER.error("the engine ends: %s", out_of_memory(error))
+            return 1
     except ConnectionClosed:
         return 0
 

@@ -15,19 +15,22 @@ from pellucid_model.contract import DecoderModel
 from pellucid_model.kernels import Kernels, NativeKernels
 from pellucid_model.kernels.plan import NotRecordable, Plan, PlanBatch, fuse, record
 from pellucid_server.engine.cache import KVCache
+from pellucid_server.engine.flash_forward import DecodeShape, FlashForward
+from pellucid_server.engine.graphs import GraphRecorder, Recorder
 from pellucid_server.engine.paged import Angles, PagedAttend
-from pellucid_server.engine.ragged import RaggedBatch
+from pellucid_server.engine.ragged import RaggedBatch, StepRows
+from pellucid_server.engine.varlen import Varlen, find_varlen
 
 
 class Forward(Protocol):
     """Runs one step after the other."""
 
-    def run(self, batch: RaggedBatch) -> Tensor:
-        """Write the batch's keys and values -> logits [R, V] of its sampled rows; [0, 0] where there are none."""
+    def run(self, rows: StepRows) -> Tensor:
+        """Write the rows' keys and values -> logits [R, V] of the sampled ones; [0, 0] where there are none."""
         ...
 
     def more_logits(self, rows: Tensor) -> Tensor:
-        """Logits [n, V] of other rows [n] int64 of the batch that ran last."""
+        """Logits [n, V] of other rows [n] int64 of the step that ran last."""
         ...
 
 
@@ -38,10 +41,12 @@ class ModuleForward:
         self._model = model
         self._kernels = kernels
         self._cache = cache
+        self._device = device
         self._angles = Angles(device)
         self._hidden = torch.empty(0)
 
-    def run(self, batch: RaggedBatch) -> Tensor:
+    def run(self, rows: StepRows) -> Tensor:
+        batch = RaggedBatch.of(rows).to(self._device)
         attend = PagedAttend(self._kernels, self._cache, self._angles, batch)
         self._hidden = self._model.forward(batch.tokens, batch.positions, attend)
         if len(batch.sampled_rows) == 0:
@@ -60,17 +65,18 @@ class PlannedForward:
         self._angles = Angles(device)
         self._batch: PlanBatch | None = None
 
-    def run(self, batch: RaggedBatch) -> Tensor:
-        rolling = batch.rolling
+    def run(self, rows: StepRows) -> Tensor:
+        rolling = rows.rolling
         self._batch = PlanBatch(
-            tokens=batch.tokens,
-            positions=batch.positions,
-            positions32=batch.positions32,
-            row_sequence=batch.row_sequence,
-            block_tables=batch.block_tables,
-            sampled_rows=batch.sampled_rows,
-            windows=[batch.windows(own) for own in self._plan.windows],
-            angles=[self._angles.upto(batch.length, rotary) for rotary in self._plan.rotaries],
+            tokens=rows.tokens,
+            positions=rows.positions,
+            positions32=rows.positions32,
+            row_sequence=rows.row_sequence,
+            block_tables=rows.block_tables,
+            table_width=rows.table_width,
+            sampled_rows=rows.sampled_rows,
+            windows=[rows.windows(own) for own in self._plan.windows],
+            angles=[self._angles.upto(rows.length, rotary) for rotary in self._plan.rotaries],
             sinks=None if rolling is None else rolling.sinks,
             sink_query_positions=None if rolling is None else rolling.sink_query_positions,
         )
@@ -90,12 +96,54 @@ def planned(module: nn.Module, model: DecoderModel, kernels: NativeKernels, cach
 
 
 def choose_forward(
-    module: nn.Module, model: DecoderModel, kernels: Kernels, cache: KVCache, device: torch.device, notices: list[str]
+    module: nn.Module,
+    model: DecoderModel,
+    kernels: Kernels,
+    cache: KVCache,
+    device: torch.device,
+    decoding: DecodeShape,
+    notices: list[str],
+    *,
+    graphs: bool = True,
 ) -> Forward:
-    """The module's plan where it can be recorded, else the module, with a notice that says why."""
+    """The module's plan where it can be recorded, else the module, with a notice that says why.
+
+    On CUDA the module attends by torch's fused kernel and, with `graphs`, decodes in CUDA graphs.
+    """
+    if device.type == "cuda":
+        recorder = GraphRecorder(device) if graphs else None
+        return fused_forward(model, kernels, cache, device, find_varlen(device), decoding, recorder, notices)
     if isinstance(kernels, NativeKernels):
         try:
             return planned(module, model, kernels, cache)
         except NotRecordable as reason:
             notices.append(f"the model's steps run in Python, which is slower where it is small: {reason}")
+    return ModuleForward(model, kernels, cache, device)
+
+
+def fused_forward(
+    model: DecoderModel,
+    kernels: Kernels,
+    cache: KVCache,
+    device: torch.device,
+    varlen: Varlen | str,
+    decoding: DecodeShape,
+    recorder: Recorder | None,
+    notices: list[str],
+) -> Forward:
+    """The module with a fused attention kernel under it, or as it is, with a notice, where the kernel does not run.
+
+    varlen    the kernel, or why there is none
+    recorder  for steps that decode; None: they are not recorded
+    """
+    if isinstance(varlen, Varlen):
+        forward = FlashForward(model, kernels, cache, device, varlen)
+        try:
+            forward.record(decoding, recorder, notices)
+            return forward
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            varlen = str(error).strip().splitlines()[0]
+    notices.append(f"attention runs in single operators, slowly, instead of torch's varlen_attn: {varlen}")
     return ModuleForward(model, kernels, cache, device)

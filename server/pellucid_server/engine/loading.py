@@ -16,6 +16,7 @@ from pellucid_model.checkpoint_kind import is_saved_weights
 from pellucid_model.errors import CheckpointError, ModelError
 from pellucid_model.gguf import is_gguf, read_header
 from pellucid_model.kernels import Kernels, WeightFormat, accelerate, library, select_kernels, weight_bytes
+from pellucid_model.kernels.cache_layout import INT8, MOST_INT8_DIMENSIONS
 from pellucid_model.servable import load_servable
 from pellucid_model.user_module import one_line
 from pellucid_model.weight_files import find_weight_files
@@ -27,11 +28,13 @@ from pellucid_server.engine.cache import (
     learn_shapes,
     native_window,
 )
+from pellucid_server.engine.flash_forward import DecodeShape
 from pellucid_server.engine.forward import choose_forward
 from pellucid_server.engine.invariance import seems_invariant
 from pellucid_server.engine.memory import available_memory, give_back_freed
 from pellucid_server.engine.messages import Configure, Ready
 from pellucid_server.engine.runner import ModelRunner
+from pellucid_server.engine.varlen import BLOCK_SIZE as VARLEN_BLOCK_SIZE
 from pellucid_server.kv.blocks import BlockPool
 from pellucid_server.options import size_text
 
@@ -39,6 +42,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 UNKNOWN_CONTEXT = 2048
 CACHE_SHARE = 0.4
 """Of the free memory, for a cache whose size the operator leaves open."""
+GPU_CACHE_SHARE = 0.8
+"""The same of a GPU's, which nobody else uses. The rest is for what a step computes and for recorded steps."""
 
 
 @dataclass(frozen=True)
@@ -77,11 +82,23 @@ def load(configure: Configure) -> Loaded:
     parameters = sum(parameter.numel() for parameter in servable.module.parameters())
     place(servable.module, kernels, device, dtype, format)
     context_length = choose_context(configure.max_context, servable.context_length, notices)
-    block_size = choose_block_size(configure.kv_block_size, context_length)
+    block_size = choose_block_size(configure.kv_block_size, context_length, device)
     shapes = learn_shapes(servable.model, device)
-    blocks = choose_block_count(configure, shapes, dtype, block_size, context_length, device)
-    cache = KVCache(shapes, blocks, block_size, dtype, device)
-    forward = choose_forward(servable.module, servable.model, kernels, cache, device, notices)
+    kv_dtype = choose_kv_dtype(configure.kv_dtype, dtype, kernels, shapes)
+    blocks = choose_block_count(configure, shapes, kv_dtype, block_size, context_length, device)
+    decoding = DecodeShape(configure.max_running, -(-context_length // block_size), spare_block=blocks)
+    spare_blocks = 0 if device.type == "cpu" else 1
+    cache = KVCache(shapes, blocks + spare_blocks, block_size, kv_dtype, device)
+    forward = choose_forward(
+        servable.module,
+        servable.model,
+        kernels,
+        cache,
+        device,
+        decoding,
+        notices,
+        graphs=configure.cuda_graphs == "auto",
+    )
     runner = ModelRunner(servable.model, kernels, cache, device, forward)
     pool = BlockPool(blocks, block_size)
     invariant = kernels.batch_invariant
@@ -101,10 +118,10 @@ def load(configure: Configure) -> Loaded:
         native_window=native_window(shapes),
         kv_block_size=block_size,
         kv_block_count=blocks,
-        kv_bytes=blocks * block_size * bytes_per_token(shapes, dtype),
+        kv_bytes=blocks * block_size * bytes_per_token(shapes, kv_dtype),
         weight_bytes=weight_bytes(servable.module),
         device=str(device) if device.type == "cpu" else torch.cuda.get_device_name(device),
-        dtype=_name(dtype) if configure.quantize == "none" else f"{format}, {_name(dtype)}",
+        dtype=describe_dtypes(dtype, format, kv_dtype),
         kernels=kernels.name,
         batch_invariant=invariant,
         architecture=servable.architecture,
@@ -151,17 +168,39 @@ def choose_format(quantize: str, dtype: torch.dtype, kernels: Kernels) -> Weight
     return "int8" if quantize == "int8" else "int4"
 
 
+def choose_kv_dtype(wanted: str, dtype: torch.dtype, kernels: Kernels, shapes: list[LayerShape]) -> torch.dtype:
+    """Of the KV cache: the model's, unless the operator wants another one."""
+    if wanted == "auto":
+        return dtype
+    chosen = INT8 if wanted == "int8" else DTYPES[wanted]
+    if chosen != dtype and not kernels.batch_invariant:
+        raise ModelError(f"--kv-dtype {wanted} needs the compiled CPU kernels; here torch's operators run: use auto")
+    widest = max((shape.head_dim for shape in shapes), default=0)
+    if chosen == INT8 and widest > MOST_INT8_DIMENSIONS:
+        raise ModelError(
+            f"--kv-dtype int8: the model has heads of {widest} dimensions; accepted: up to {MOST_INT8_DIMENSIONS}"
+        )
+    return chosen
+
+
+def describe_dtypes(dtype: torch.dtype, format: WeightFormat, kv_dtype: torch.dtype) -> str:
+    """What is said of a model's numbers, such as "bfloat16" or "int8, bfloat16, KV cache int8"."""
+    quantized = [format] if format in ("int8", "int4") else []
+    cache = [f"KV cache {'int8' if kv_dtype == INT8 else _name(kv_dtype)}"] if kv_dtype != dtype else []
+    return ", ".join([*quantized, _name(dtype), *cache])
+
+
 def place(module: nn.Module, kernels: Kernels, device: torch.device, dtype: torch.dtype, format: WeightFormat) -> None:
     """Put the model on its device, with our operators where they are the CPU's.
 
-    On the CPU what flows between operators is float32, and `format` is that of the weights in linear layers; elsewhere
-    the whole model is cast to `dtype`.
+    On the CPU what flows between operators is float32, and `format` is that of the weights in linear layers and
+    `dtype` that of embeddings; elsewhere the whole model is cast to `dtype`.
     """
     if not kernels.batch_invariant:
         module.to(device=device, dtype=dtype)
         return
     try:
-        accelerate(module, kernels, format)
+        accelerate(module, kernels, format, dtype)
     except ValueError as error:
         raise ModelError(f"the weights cannot be served as {format}: {error}; use --quantize none") from None
     module.float()
@@ -183,10 +222,11 @@ def choose_context(wanted: int, trained: int | None, notices: list[str]) -> int:
     return wanted or trained
 
 
-def choose_block_size(wanted: int, context_length: int) -> int:
+def choose_block_size(wanted: int, context_length: int, device: torch.device) -> int:
+    """Unset: on CUDA what its attention kernel reads."""
     if wanted < 0 or wanted & (wanted - 1):
         raise ModelError(f"--kv-block-size {wanted}: must be a power of two")
-    return wanted or default_block_size(context_length)
+    return wanted or (VARLEN_BLOCK_SIZE if device.type == "cuda" else default_block_size(context_length))
 
 
 def choose_block_count(
@@ -199,14 +239,16 @@ def choose_block_count(
 ) -> int:
     """As many blocks as --kv-cache-memory buys; unset: what max_running full contexts take, within the free memory."""
     block_bytes = block_size * bytes_per_token(shapes, dtype)
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()
+    on_gpu = device.type == "cuda"
+    free = torch.cuda.mem_get_info(device)[0] if on_gpu else available_memory()
+    share = GPU_CACHE_SHARE if on_gpu else CACHE_SHARE
     if configure.kv_cache_memory > free:
         raise ModelError(
             f"--kv-cache-memory {size_text(configure.kv_cache_memory)}: only {size_text(free)} are free "
             "beside the weights; give less"
         )
     wanted = configure.max_running * -(-context_length // block_size)
-    blocks = (configure.kv_cache_memory or min(wanted * block_bytes, int(free * CACHE_SHARE))) // block_bytes
+    blocks = (configure.kv_cache_memory or min(wanted * block_bytes, int(free * share))) // block_bytes
     if blocks < 1:
         memory = configure.kv_cache_memory or free
         raise ModelError(

@@ -26,6 +26,12 @@ def give_back_freed() -> None:
         trim(0)
 
 
+def out_of_memory(error: torch.OutOfMemoryError) -> str:
+    """What to tell the operator: torch's own numbers, in one line, and what helps."""
+    numbers = " ".join(str(error).split(" If ")[0].split())
+    return f"the GPU's memory is full: {numbers} Lower --kv-cache-memory, --max-step-tokens or --max-running"
+
+
 class GpuMemory:
     """Bytes that torch holds for tensors, and those it has taken from the GPU; both 0 without one."""
 

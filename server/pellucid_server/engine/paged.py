@@ -49,8 +49,8 @@ class PagedAttend(Attend):
             cos=cos,
             sin=sin,
             interleaved=rotary is not None and rotary.interleaved,
-            alibi_slopes=_float32(options.alibi_slopes),
-            distance_bias=_float32(options.distance_bias),
+            alibi_slopes=_float32(options.alibi_slopes, q.device),
+            distance_bias=_float32(options.distance_bias, q.device),
             softcap=options.softcap,
             **self._windows(options.window),
         )
@@ -101,5 +101,5 @@ class Angles:
         return self._tables[rotary].table(length)
 
 
-def _float32(table: Tensor | None) -> Tensor | None:
-    return None if table is None else table.float().contiguous()
+def _float32(table: Tensor | None, device: torch.device) -> Tensor | None:
+    return None if table is None else table.to(device, torch.float32).contiguous()

@@ -1,10 +1,16 @@
-"""A step's tokens laid end to end, with all that says where they stand and what they see."""
+"""A step's tokens laid end to end, with all that says where they stand and what they see.
+
+StepRows has it in plain arrays, which is all that a plan needs and costs least to make; RaggedBatch in tensors.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from array import array
+from dataclasses import dataclass, fields
 from functools import cached_property
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,62 +30,114 @@ class RollingWindows:
     """[T] int32: where a row stands when it looks at sinks that its window has left behind."""
 
     @staticmethod
-    def of(step: Step, device: torch.device) -> RollingWindows | None:
+    def of(step: Step) -> RollingWindows | None:
+        """On the CPU."""
         contexts = [chunk.sequence.request.context for chunk in step.chunks]
         if all(context.kind != "roll" for context in contexts):
             return None
         rolls = [context if context.kind == "roll" else FULL for context in contexts]
         stand: list[int] = []
         for chunk, context in zip(step.chunks, rolls, strict=True):
-            rows = range(chunk.start, chunk.start + chunk.count)
+            rows = range(chunk.start, chunk.start + chunk.rows)
             stand += [min(t, context.span - 1) for t in rows] if context.kind == "roll" else rows
         return RollingWindows(
-            window=torch.tensor([context.window for context in rolls], dtype=torch.int32, device=device),
-            sinks=torch.tensor([context.sinks for context in rolls], dtype=torch.int32, device=device),
-            sink_query_positions=torch.tensor(stand, dtype=torch.int32, device=device),
+            window=torch.tensor([context.window for context in rolls], dtype=torch.int32),
+            sinks=torch.tensor([context.sinks for context in rolls], dtype=torch.int32),
+            sink_query_positions=torch.tensor(stand, dtype=torch.int32),
         )
 
+    def to(self, device: torch.device) -> RollingWindows:
+        """The same on a device."""
+        return RollingWindows(**_moved(self, device))
 
-@dataclass(frozen=True)
-class RaggedBatch:
-    """A step's tokens laid end to end: T tokens of S sequences, R of which need a next token."""
 
-    tokens: Tensor
-    """[T] int64."""
-    positions: Tensor
-    """[T] int64, each token's place in its sequence's view."""
-    row_sequence: Tensor
-    """[T] int32, which of the S sequences a token belongs to."""
-    block_tables: Tensor
-    """[S, most blocks] int32, -1 beyond a sequence's own."""
-    sampled_rows: Tensor
-    """[R] int64, rows whose logits are wanted, in the order of the chunks."""
+@dataclass(frozen=True, slots=True)
+class StepRows:
+    """T tokens of S sequences, R of which need a next token. Arrays of type "q" are int64, those of "i" int32."""
+
+    tokens: array[int]
+    """[T] "q"."""
+    positions: array[int]
+    """[T] "q", each token's place in its sequence's view."""
+    positions32: array[int]
+    """The same as "i"."""
+    row_sequence: array[int]
+    """[T] "i", which of the S sequences a token belongs to."""
+    block_tables: array[int]
+    """[S * table_width] "i", -1 beyond a sequence's own."""
+    table_width: int
+    sampled_rows: array[int]
+    """[R] "q", rows whose logits are wanted, in the order of the chunks."""
+    length: int
+    """One more than the largest position."""
     rolling: RollingWindows | None
     """None where no sequence rolls."""
 
     @staticmethod
-    def of(step: Step, device: torch.device) -> RaggedBatch:
-        tokens: list[int] = []
-        positions: list[int] = []
-        row_sequence: list[int] = []
-        sampled_rows: list[int] = []
+    def of(step: Step) -> StepRows:
+        tokens, positions, row_sequence = array("q"), array("q"), array("i")
+        block_tables, sampled_rows = array("i"), array("q")
         width = max(len(chunk.sequence.blocks) for chunk in step.chunks)
-        tables = []
+        length = 0
         for index, chunk in enumerate(step.chunks):
-            tokens += chunk.sequence.view(chunk.start, chunk.count)
-            positions += range(chunk.start, chunk.start + chunk.count)
-            row_sequence += [index] * chunk.count
-            tables.append(chunk.sequence.blocks + [-1] * (width - len(chunk.sequence.blocks)))
+            rows = chunk.rows
+            tokens.extend(chunk.sequence.view(chunk.start, chunk.count))
+            tokens.extend(chunk.draft)
+            positions.extend(range(chunk.start, chunk.start + rows))
+            row_sequence.extend([index] * rows)
+            block_tables.extend(chunk.sequence.blocks)
+            block_tables.extend([-1] * (width - len(chunk.sequence.blocks)))
+            length = max(length, chunk.start + rows)
             if chunk.samples:
-                sampled_rows.append(len(tokens) - 1)
-        return RaggedBatch(
-            tokens=torch.tensor(tokens, dtype=torch.int64, device=device),
-            positions=torch.tensor(positions, dtype=torch.int64, device=device),
-            row_sequence=torch.tensor(row_sequence, dtype=torch.int32, device=device),
-            block_tables=torch.tensor(tables, dtype=torch.int32, device=device),
-            sampled_rows=torch.tensor(sampled_rows, dtype=torch.int64, device=device),
-            rolling=RollingWindows.of(step, device),
+                sampled_rows.extend(range(len(tokens) - chunk.sampled_rows, len(tokens)))
+        return StepRows(
+            tokens=tokens,
+            positions=positions,
+            positions32=array("i", positions),
+            row_sequence=row_sequence,
+            block_tables=block_tables,
+            table_width=width,
+            sampled_rows=sampled_rows,
+            length=length,
+            rolling=RollingWindows.of(step),
         )
+
+    def windows(self, own: int | None) -> Tensor | None:
+        """[S] int32, the window of each sequence in a layer with a window of its `own`; None where nobody has any."""
+        return _windows(own, self.rolling, len(self.block_tables) // self.table_width)
+
+
+@dataclass(frozen=True)
+class RaggedBatch:
+    """The same as tensors."""
+
+    tokens: Tensor
+    """[T] int64."""
+    positions: Tensor
+    """[T] int64."""
+    row_sequence: Tensor
+    """[T] int32."""
+    block_tables: Tensor
+    """[S, table width] int32."""
+    sampled_rows: Tensor
+    """[R] int64."""
+    rolling: RollingWindows | None
+
+    @staticmethod
+    def of(rows: StepRows) -> RaggedBatch:
+        """On the CPU."""
+        return RaggedBatch(
+            tokens=_tensor(rows.tokens),
+            positions=_tensor(rows.positions),
+            row_sequence=_tensor(rows.row_sequence),
+            block_tables=_tensor(rows.block_tables).view(-1, rows.table_width),
+            sampled_rows=_tensor(rows.sampled_rows),
+            rolling=rows.rolling,
+        )
+
+    def to(self, device: torch.device) -> RaggedBatch:
+        """The same on a device; itself where it is there already."""
+        return self if self.tokens.device.type == device.type else RaggedBatch(**_moved(self, device))
 
     @cached_property
     def positions32(self) -> Tensor:
@@ -93,9 +151,25 @@ class RaggedBatch:
 
     def windows(self, own: int | None) -> Tensor | None:
         """[S] int32, the window of each sequence in a layer with a window of its `own`; None where nobody has any."""
-        if own is None:
-            return None if self.rolling is None else self.rolling.window
-        window = torch.full_like(self.block_tables[:, 0], own)
-        if self.rolling is None:
-            return window
-        return torch.where(self.rolling.window > 0, torch.minimum(window, self.rolling.window), window)
+        return _windows(own, self.rolling, len(self.block_tables), self.tokens.device)
+
+
+def _windows(
+    own: int | None, rolling: RollingWindows | None, sequences: int, device: torch.device | None = None
+) -> Tensor | None:
+    if own is None:
+        return None if rolling is None else rolling.window
+    window = torch.full((sequences,), own, dtype=torch.int32, device=device)
+    if rolling is None:
+        return window
+    return torch.where(rolling.window > 0, torch.minimum(window, rolling.window), window)
+
+
+def _tensor(numbers: array[int]) -> Tensor:
+    return torch.from_numpy(np.array(numbers))
+
+
+def _moved(batch: RollingWindows | RaggedBatch, device: torch.device) -> dict[str, Any]:
+    """Its fields on a device."""
+    values = ((field.name, getattr(batch, field.name)) for field in fields(batch))
+    return {name: None if value is None else value.to(device) for name, value in values}

@@ -15,7 +15,7 @@ from pellucid_model.contract import DecoderModel
 from pellucid_model.kernels import Kernels
 from pellucid_server.engine.cache import KVCache
 from pellucid_server.engine.forward import Forward, ModuleForward
-from pellucid_server.engine.ragged import RaggedBatch
+from pellucid_server.engine.ragged import StepRows
 from pellucid_server.engine.sequence import Chunk, Step
 
 SCORED_ROWS = 64
@@ -50,12 +50,12 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run(self, step: Step, score: Scorer | None = None) -> Tensor:
-        """Compute the step's chunks -> logits [R, V] float32 on the CPU, a row for each chunk that samples.
+        """Compute the step's chunks -> logits [R, V] float32 where the model runs, each chunk's `sampled_rows`.
 
         score  is shown the logits of every chunk's `scored` rows
         """
         self._cache.copy_blocks(step.copies)
-        logits = _to_cpu(self._forward.run(RaggedBatch.of(step, self._device)))
+        logits = self._forward.run(StepRows.of(step)).float()
         if score is not None:
             self._score(step, score)
         return logits
@@ -68,9 +68,5 @@ class ModelRunner:
                 places = chunk.scored[begin : begin + SCORED_ROWS]
                 row = first_row + places.start - chunk.start
                 rows = torch.arange(row, row + len(places), device=self._device)
-                score(chunk, chunk.first_target + begin, _to_cpu(self._forward.more_logits(rows)))
-            first_row += chunk.count
-
-
-def _to_cpu(logits: Tensor) -> Tensor:
-    return logits.to(device="cpu", dtype=torch.float32)
+                score(chunk, chunk.first_target + begin, self._forward.more_logits(rows).float().cpu())
+            first_row += chunk.rows

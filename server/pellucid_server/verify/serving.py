@@ -65,12 +65,12 @@ def serve_sequence(
 
     while not scheduler.idle:
         step = scheduler.schedule(0.0)
-        rows = (runner or loaded.runner).run(step, keep)
+        rows = (runner or loaded.runner).run(step, keep).cpu()
         sampled = []
         for row in rows:
             run.logits[len(run.tokens) - 1] = row.clone()
             made = len(run.tokens) - len(prompt)
             run.tokens.append(int(torch.nan_to_num(row).argmax()) if forced is None else forced[made])
-            sampled.append(Sampled(run.tokens[-1]))
+            sampled.append([Sampled(run.tokens[-1])])
         scheduler.complete(step, sampled)
     return run
