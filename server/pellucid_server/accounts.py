@@ -27,11 +27,12 @@ class Accounts:
 
     def token(self, request: LiveRequest, sequence: LiveSequence, at: float) -> None:
         """A token has come."""
-        self._metrics.generated_tokens.inc()
-        if request.first_token_at is None:
-            self._metrics.time_to_first_token.observe(at - request.admitted_at)
+        self._metrics.generated_token_count += 1
         if sequence.last_token_at is not None:
-            self._metrics.inter_token.observe(at - sequence.last_token_at)
+            if at > sequence.last_token_at:  # else one step brought both
+                self._metrics.inter_token.observe(at - sequence.last_token_at)
+        elif request.first_token_at is None:
+            self._metrics.time_to_first_token.observe(at - request.admitted_at)
 
     def ended(self, request: LiveRequest, end: End) -> None:
         metrics = self._metrics

@@ -97,7 +97,7 @@ def test_end_tokens_and_non_finite_logits() -> None:
     def end_with(token: int | None) -> Progress:
         scheduler = Scheduler(BlockPool(4, 4), 1, 8)
         scheduler.submit(submit(1, 3, 5))
-        (progress,) = scheduler.complete(scheduler.schedule(0.0), [Sampled(token)])
+        (progress,) = scheduler.complete(scheduler.schedule(0.0), [[Sampled(token)]])
         assert scheduler.idle
         return progress
 
@@ -118,8 +118,8 @@ def test_end_tokens_are_banned_until_the_minimum_is_out() -> None:
     banned = []
     for _ in range(4):
         step = scheduler.schedule(0.0)
-        banned.append(tuple(step.chunks[0].sequence.banned_ids))
-        scheduler.complete(step, [Sampled(1000)])
+        banned.append(tuple(step.chunks[0].sequence.banned_ids()))
+        scheduler.complete(step, [[Sampled(1000)]])
     assert banned == [(EOS, STOP), (EOS, STOP), (), ()]
 
 

@@ -1,4 +1,4 @@
-"""The scheduler under everything at once: shared prefixes, groups, windows, salts, priorities, cancels, deadlines.
+"""The scheduler under everything: shared prefixes, groups, windows, salts, priorities, cancels, deadlines, drafts.
 
 Every row of every step is checked for looking at what its own tokens say it should (see pellucid_testing.scheduling),
 and every output against what it must be whatever its company.
@@ -72,6 +72,7 @@ def test_nothing_is_lost_reused_wrongly_or_starved(data: st.DataObject) -> None:
         max_running := data.draw(st.integers(1, 6)),
         max_running + data.draw(st.integers(0, 20)),
         data.draw(st.sampled_from([0, 0, 5])),
+        data.draw(st.sampled_from([0, 1, 5])),
     )
     submitted: dict[int, Submit] = {}
     aborted: set[int] = set()

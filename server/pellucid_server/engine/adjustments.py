@@ -29,12 +29,16 @@ class TokenHistory:
     def follow(self, tokens: Sequence[int]) -> None:
         """Count what the sequence, prompt and output, has more than the last time."""
         for token in tokens[self._length :]:
-            place = self._places.setdefault(token, len(self.seen_ids))
-            if place == len(self.seen_ids):
-                self.seen_ids.append(token)
-                self.output_counts.append(0)
-            self.output_counts[place] += 1
-        self._length = len(tokens)
+            self.accept(token)
+
+    def accept(self, token: int) -> None:
+        """Count one token more."""
+        place = self._places.setdefault(token, len(self.seen_ids))
+        if place == len(self.seen_ids):
+            self.seen_ids.append(token)
+            self.output_counts.append(0)
+        self.output_counts[place] += 1
+        self._length += 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,3 +68,8 @@ class Adjustments:
         """Take what the sequence, prompt and output, has more than the last time."""
         if self.history is not None:
             self.history.follow(tokens)
+
+    def accept(self, token: int) -> None:
+        """Take one token more."""
+        if self.history is not None:
+            self.history.accept(token)

@@ -109,10 +109,24 @@ class BlockTables:
                 self.pool.release([block])
             else:  # nobody else holds it, or there would be no room
                 self.pool.withdraw(block)
-        missing = self.pool.blocks_for(sequence.computed + count) - len(sequence.blocks)
+        self.allocate(sequence, sequence.computed + count)
+        return copies
+
+    def allocate(self, sequence: SequenceState, length: int) -> None:
+        """Let the table reach up to `length` tokens of the view."""
+        missing = self.pool.blocks_for(length) - len(sequence.blocks)
         if missing > 0:
             sequence.blocks += self.pool.allocate(missing)
-        return copies
+
+    def spare(self, sequence: SequenceState, length: int) -> int:
+        """Tokens for which there is room behind `length` that have been planned, at nobody's cost."""
+        return (len(sequence.blocks) + self.pool.free) * self.pool.block_size - length
+
+    def trim(self, sequence: SequenceState) -> None:
+        """Give back the blocks in which nothing is computed."""
+        count = self.pool.blocks_for(sequence.computed)
+        self.pool.release(sequence.blocks[count:])
+        del sequence.blocks[count:]
 
     def publish(self, sequence: SequenceState) -> None:
         """Publish the blocks that have become full; only after the step that wrote them."""

@@ -1,8 +1,9 @@
-"""Chooses the next token of every sequence that is due in a step, with all that its request says about it.
+"""Chooses the next tokens of every sequence that is due in a step, with all that its request says about it.
 
-In: sequences, before the step's forward pass (`begin`), then their logits (`choose`). Out: a Sampled for each. What is
-kept of a sequence from step to step, its history and its place in its constraint, follows from its request and tokens
-alone, so a sequence that is preempted or carried over to a new engine goes on as if nothing had been.
+In: the chunks that sample, before the step's forward pass (`begin`), then their logits (`choose`). Out: a Sampled for
+each, or several where a draft came true. What is kept of a sequence from step to step, its history and its place in its
+constraint, follows from its request and tokens alone, so a sequence that is preempted or carried over to a new engine
+goes on as if nothing had been.
 
 While the model runs, the constraints' bits are computed beside it.
 """
@@ -10,6 +11,7 @@ While the model runs, the constraints' bits are computed beside it.
 from __future__ import annotations
 
 import ctypes
+import itertools
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -22,7 +24,8 @@ from pellucid_server.engine.constraint_states import Constraints, ConstraintStat
 from pellucid_server.engine.logprobs import Logprobs
 from pellucid_server.engine.messages import FinishKind, TokenLogprob
 from pellucid_server.engine.sampler import Sampler, SamplerRow
-from pellucid_server.engine.sequence import Sampled, SequenceState
+from pellucid_server.engine.sampler_device import DeviceSampler
+from pellucid_server.engine.sequence import Chunk, Sampled, SequenceState
 from pellucid_server.logs import LOGGER
 
 
@@ -43,14 +46,16 @@ class Chooser:
         self.constraints = constraints
         self.logprobs = Logprobs(vocab_size, library, threads)
         self._sampler = Sampler(vocab_size, library, threads)
+        self._device_sampler = DeviceSampler(vocab_size, self._sampler)
         self._vocab_size = vocab_size
         self._memories: WeakKeyDictionary[SequenceState, _Memory] = WeakKeyDictionary()
         self._computing: Future[None] | None = None
 
-    def begin(self, sequences: Sequence[SequenceState]) -> None:
+    def begin(self, chunks: Sequence[Chunk]) -> None:
         """Catch up with the sequences' tokens, and compute beside the caller which ids their constraints permit."""
         constrained = []
-        for sequence in sequences:
+        for chunk in chunks:
+            sequence = chunk.sequence
             memory = self._memories.get(sequence)
             if memory is None:
                 memory = self._memories[sequence] = self._remember(sequence)
@@ -61,16 +66,43 @@ class Chooser:
                 constrained.append(memory.constraint)
         self._computing = self.constraints.compute(constrained) if constrained else None
 
-    def choose(self, sequences: Sequence[SequenceState], logits: Tensor) -> list[Sampled]:
-        """One Sampled for each sequence that `begin` was told of, in the same order.
+    def choose(self, chunks: Sequence[Chunk], logits: Tensor) -> list[list[Sampled]]:
+        """What comes of each chunk that `begin` was told of, in the same order: one Sampled at the least.
 
-        logits  [R, V], float32 on the CPU
+        logits  [R, V], float32, where the model runs: each chunk's `sampled_rows`
+
+        The token behind a draft's token counts only where that one was right. So the chunks' first rows are sampled
+        together, then the second ones of those whose draft goes on being right, and so on.
         """
-        if not sequences:
-            return []
         if self._computing is not None:
             self._computing.result()
-        tokens = self._sampler.sample(logits, [self._row(sequence) for sequence in sequences])
+        begins = list(itertools.accumulate((chunk.sampled_rows for chunk in chunks), initial=0))
+        chosen: list[list[Sampled]] = [[] for _ in chunks]
+        due, ahead = list(range(len(chunks))), 0
+        while due:
+            rows = logits if len(due) == len(logits) else logits[[begins[index] + ahead for index in due]]
+            sampled = self._choose([chunks[index].sequence for index in due], rows, ahead)
+            for index, one in zip(due, sampled, strict=True):
+                chosen[index].append(one)
+            due = [i for i in due if chunks[i].draft and self._goes_on(chunks[i], ahead, chosen[i][ahead])]
+            ahead += 1
+        return chosen
+
+    def _goes_on(self, chunk: Chunk, place: int, sampled: Sampled) -> bool:
+        """Whether the chunk's draft was right at this place; then the sequence's state moves on to the next row."""
+        if sampled.end is not None or chunk.draft[place : place + 1] != (sampled.token,):
+            return False
+        memory = self._memories[chunk.sequence]
+        if memory.adjustments is not None:
+            memory.adjustments.accept(chunk.draft[place])
+        if memory.constraint is not None:
+            memory.constraint.compute()
+        return True
+
+    def _choose(self, sequences: Sequence[SequenceState], logits: Tensor, ahead: int) -> list[Sampled]:
+        """One Sampled for each sequence, which has `ahead` tokens more than it has booked."""
+        sampler = self._sampler if logits.device.type == "cpu" else self._device_sampler
+        tokens = sampler.sample(logits, [self._row(sequence, ahead) for sequence in sequences])
         logprobs = self._read(sequences, tokens, logits)
         return [
             Sampled(None, end=self._end_without_token(sequence, logits[row, : self._vocab_size]))
@@ -87,12 +119,12 @@ class Chooser:
         end_ids = (*request.eos_ids, *request.stop_ids)
         return _Memory(adjustments, self.constraints.new_state(request.constraint, len(request.prompt), end_ids))
 
-    def _row(self, sequence: SequenceState) -> SamplerRow:
+    def _row(self, sequence: SequenceState, ahead: int) -> SamplerRow:
         memory = self._memories[sequence]
         return SamplerRow(
             sampling=sequence.request.sampling,
-            banned=tuple(sequence.banned_ids),
-            output_index=sequence.output_count,
+            banned=tuple(sequence.banned_ids(ahead)),
+            output_index=sequence.output_count + ahead,
             sequence_index=sequence.request.sequence_index,
             adjustments=memory.adjustments,
             permitted=memory.constraint.permitted if memory.constraint is not None else None,
@@ -129,6 +161,6 @@ class Chooser:
         ]
         if asked:
             rows, ids, wishes = (list(column) for column in zip(*asked, strict=True))
-            for row, entry in zip(rows, self.logprobs.read(logits[rows], ids, wishes), strict=True):
+            for row, entry in zip(rows, self.logprobs.read(logits[rows].cpu(), ids, wishes), strict=True):
                 read[row] = entry
         return read

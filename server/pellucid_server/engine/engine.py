@@ -143,7 +143,7 @@ class Engine:
         ended = time.monotonic()
         decoded = sum(chunk.samples and chunk.sequence.output_count > 0 and chunk.count == 1 for chunk in step.chunks)
         stats_phase = _phase(len(step.chunks), decoded)
-        self._prefill_tokens += step.tokens - decoded
+        self._prefill_tokens += sum(chunk.count for chunk in step.chunks) - decoded
         progress = step.expired + self._scheduler.complete(step, *outcome)
         return StepDone(progress, self._stats(step, ended - began, stats_phase), ended)
 
@@ -155,6 +155,7 @@ class Engine:
             configure.max_step_tokens,
             self._loaded.ready.native_window,
             prefix_cache=configure.prefix_cache,
+            draft_tokens=configure.speculative_tokens,
         )
 
     def _stats(self, step: Step | None, seconds: float, phase: Phase = "idle") -> Stats:
@@ -178,6 +179,8 @@ class Engine:
             cached_blocks=pool.cached,
             prefix_queried_tokens_total=scheduler.tables.queried_tokens,
             prefix_hit_tokens_total=scheduler.tables.hit_tokens,
+            drafted_tokens_total=scheduler.speculation.drafted,
+            accepted_tokens_total=scheduler.speculation.accepted,
         )
 
 

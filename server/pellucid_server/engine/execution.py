@@ -26,8 +26,8 @@ class Executor:
     runner: ModelRunner
     chooser: Chooser
 
-    def execute(self, step: Step) -> tuple[list[Sampled], PromptLogprobs]:
-        """One Sampled for each chunk that samples, and the log-probabilities of the prompt tokens that are scored."""
+    def execute(self, step: Step) -> tuple[list[list[Sampled]], PromptLogprobs]:
+        """What came of each chunk that samples, and the log-probabilities of the prompt tokens that are scored."""
         if not step.chunks:
             return [], {}
         scores: PromptLogprobs = {}
@@ -37,7 +37,7 @@ class Executor:
             so_far, read = scores.get(key, []), self._foretold(chunk.sequence, first, logits)
             scores[key] = None if so_far is None or read is None else so_far + read
 
-        due = [chunk.sequence for chunk in step.chunks if chunk.samples]
+        due = [chunk for chunk in step.chunks if chunk.samples]
         self.chooser.begin(due)
         logits = self.runner.run(step, score)
         return self.chooser.choose(due, logits) if due else [], scores

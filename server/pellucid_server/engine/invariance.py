@@ -46,5 +46,5 @@ def _logits(runner: ModelRunner, pool: BlockPool, prompts: list[list[int]], step
         logits = runner.run(step)
         sampling = [chunk.sequence.request.key for chunk in step.chunks if chunk.samples]
         rows += [row for key, row in zip(sampling, logits, strict=True) if key == len(prompts) - 1]
-        scheduler.complete(step, [Sampled(0)] * len(sampling))
+        scheduler.complete(step, [[Sampled(0)]] * len(sampling))
     return torch.stack(rows)

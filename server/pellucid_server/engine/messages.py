@@ -1,4 +1,4 @@
-"""What frontend and engine say to each other: typed msgpack messages over a private socket pair.
+"""What frontend and engine say to each other: typed msgpack messages over a private socket pair (`framing.py`).
 
 Frontend to engine: first Configure, then Submit, Abort and Ping.  Engine to frontend: first Ready or StartFailed, then
 one StepDone per step.
@@ -7,8 +7,6 @@ Times are seconds of the system-wide monotonic clock (time.monotonic()), which b
 
 from __future__ import annotations
 
-import asyncio
-import struct
 from typing import Literal
 
 import msgspec
@@ -61,7 +59,7 @@ class LogprobWish(msgspec.Struct, frozen=True, array_like=True):
     """For prompts: tokens before this one are left out."""
 
 
-class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One token's place in the model's distribution."""
 
     token_id: int
@@ -91,7 +89,7 @@ class Configure(msgspec.Struct, frozen=True, tag=True):
     kv_cache_memory: int
     """Bytes; 0: a share of the memory that is free (cgroup limits respected)."""
     kv_block_size: int
-    """Tokens, a power of two; 0: the largest power of two <= min(128, context / 4)."""
+    """Tokens, a power of two; 0: the largest power of two <= min(128, context / 4); on CUDA 256."""
     max_context: int
     """Tokens; 0: the trained context. Needed only where the checkpoint does not say."""
     max_running: int
@@ -108,6 +106,12 @@ class Configure(msgspec.Struct, frozen=True, tag=True):
     """Whole numbers for the weights of linear layers."""
     prefix_cache: bool = True
     """Whether computed blocks are kept for later requests that begin alike."""
+    speculative_tokens: int = 0
+    """How many tokens of a sequence a step may guess, so that it brings more than one; 0: none."""
+    kv_dtype: Literal["auto", "float32", "bfloat16", "int8"] = "auto"
+    """Of the KV cache; "auto": as `dtype`."""
+    cuda_graphs: Literal["auto", "off"] = "auto"
+    """Whether steps that decode are recorded as CUDA graphs where the model runs on CUDA."""
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
@@ -185,13 +189,14 @@ class StartFailed(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
-class Finished(msgspec.Struct, frozen=True, array_like=True):
+class Finished(msgspec.Struct, frozen=True, array_like=True, gc=False):
     kind: FinishKind
     matched_token_id: int | None = None
 
 
-class Progress(msgspec.Struct, frozen=True, array_like=True):
-    """What one step brought for one sequence: at most one new token, and perhaps the end."""
+class Progress(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What a step brought for one sequence: at most one new token, and perhaps the end. Where drafts came true, a step
+    brings several, one for each token, in their order."""
 
     key: int
     token: int | None
@@ -207,7 +212,7 @@ class Progress(msgspec.Struct, frozen=True, array_like=True):
     """Prompt tokens that were found in the cache when the sequence first ran."""
 
 
-class Stats(msgspec.Struct, frozen=True, array_like=True):
+class Stats(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Engine state after a step; the totals count from the engine's start and only grow."""
 
     running: int
@@ -236,9 +241,13 @@ class Stats(msgspec.Struct, frozen=True, array_like=True):
     """Prompt tokens that were looked up in the cache when their sequence first ran."""
     prefix_hit_tokens_total: int = 0
     """Those of them that were found."""
+    drafted_tokens_total: int = 0
+    """Tokens that were guessed and run through the model."""
+    accepted_tokens_total: int = 0
+    """Those of them that were sampled indeed."""
 
 
-class StepDone(msgspec.Struct, frozen=True, tag=True):
+class StepDone(msgspec.Struct, frozen=True, tag=True, gc=False):
     """Sent after every step, and while idle after an abort or a ping. `at` is when the step's tokens were sampled."""
 
     progress: list[Progress]
@@ -252,18 +261,3 @@ FromEngine = Ready | StartFailed | StepDone
 encode = msgspec.msgpack.Encoder().encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
 decode_from_engine = msgspec.msgpack.Decoder(FromEngine).decode
-
-LENGTH = struct.Struct("<I")
-"""What precedes every message on the wire: its size in bytes. The engine reads with `connection.EngineConnection`."""
-
-
-def frame(message: ToEngine | FromEngine) -> bytes:
-    """A message as it goes over the wire: little-endian 32-bit length, then msgpack."""
-    body = encode(message)
-    return LENGTH.pack(len(body)) + body
-
-
-async def read_from_engine(reader: asyncio.StreamReader) -> FromEngine:
-    """Next message. Raises asyncio.IncompleteReadError when the engine's end is closed."""
-    (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
-    return decode_from_engine(await reader.readexactly(length))

@@ -25,6 +25,7 @@ from pellucid_server.engine.ends import Expiries, finished
 from pellucid_server.engine.groups import Groups
 from pellucid_server.engine.messages import Finished, Progress, Submit, TokenLogprob
 from pellucid_server.engine.sequence import AGEING_SECONDS, Chunk, Sampled, SequenceState, Step
+from pellucid_server.engine.speculation import Speculation
 from pellucid_server.kv.blocks import BlockPool
 
 QUANTUM_SHARE = 4
@@ -32,7 +33,7 @@ QUANTUM_SHARE = 4
 
 
 @dataclass(slots=True)
-class _Draft:
+class _Plan:
     """A step in the making."""
 
     budget: int
@@ -58,6 +59,7 @@ class Scheduler:
     max_step_tokens  token budget of a step, at least max_running, so that every decode moves in every step
     native_window    the widest window of a model all of whose layers have one, so that older blocks can go; else 0
     prefix_cache     whether computed blocks are kept for sequences that begin alike
+    draft_tokens     how many tokens of a sequence a step may guess; 0: none
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class Scheduler:
         native_window: int = 0,
         *,
         prefix_cache: bool = True,
+        draft_tokens: int = 0,
     ) -> None:
         if max_step_tokens < max_running:
             raise ValueError(f"max_step_tokens = {max_step_tokens} must be at least max_running = {max_running}")
@@ -80,6 +83,7 @@ class Scheduler:
         self.waiting: list[SequenceState] = []
         """In the order of rank; the next to be admitted is the last, so that taking it is cheap."""
         self.preemptions = 0
+        self.speculation = Speculation(draft_tokens)
         self._by_key: dict[int, SequenceState] = {}
         self._groups = Groups()
         self._arrivals = 0
@@ -117,54 +121,51 @@ class Scheduler:
     def schedule(self, now: float) -> Step:
         """Choose the next step's chunks and give them their blocks."""
         expired = self._expire(now)
-        draft = _Draft(self.max_step_tokens)
+        plan = _Plan(self.max_step_tokens)
         decodes: list[SequenceState] = []
         prefills: list[SequenceState] = []
         for sequence in self.running:
             self.tables.move_window(sequence)
             (decodes if sequence.pending == 1 else prefills).append(sequence)
         for sequence in decodes:
-            self._plan(sequence, draft, draft.budget)
+            self._plan(sequence, plan, plan.budget)
         behind = len(prefills) + self._newcomers()
-        quantum = max(1, draft.budget // QUANTUM_SHARE // max(1, behind - 1))
+        quantum = max(1, plan.budget // QUANTUM_SHARE // max(1, behind - 1))
         for sequence in prefills:
             behind -= 1
-            self._plan(sequence, draft, max(1, draft.budget - quantum * behind))
-        for sequence in self._admitted(draft):
+            self._plan(sequence, plan, max(1, plan.budget - quantum * behind))
+        for sequence in self._admitted(plan):
             behind -= 1
-            self._plan(sequence, draft, max(1, draft.budget - quantum * max(0, behind)))
-        for chunk in draft.chunks.values():
+            self._plan(sequence, plan, max(1, plan.budget - quantum * max(0, behind)))
+        for chunk in plan.chunks.values():
             if chunk.sequence.first_scheduled_at is None:
                 chunk.sequence.first_scheduled_at = now
-        return Step(list(draft.chunks.values()), expired, draft.copies)
+        return Step(self.speculation.extend(plan.chunks.values(), plan.budget, self.tables), expired, plan.copies)
 
     def complete(
         self,
         step: Step,
-        sampled: Sequence[Sampled],
+        sampled: Sequence[Sequence[Sampled]],
         prompt_logprobs: Mapping[int, list[TokenLogprob] | None] | None = None,
     ) -> list[Progress]:
         """Book a step that has run.
 
-        sampled          one per chunk that samples
+        sampled          for each chunk that samples, one for its last token and one for each token of its draft that
+                         was right: the next one is where it was wrong, or what follows it
         prompt_logprobs  by key, one for each of a chunk's `scored` rows; None: they were not finite
         """
         tokens = iter(sampled)
-        progress = []
+        progress: list[Progress] = []
         for chunk in step.chunks:
             sequence = chunk.sequence
-            sequence.computed = chunk.start + chunk.count
-            self.tables.publish(sequence)
-            outcome = next(tokens) if chunk.samples else None
+            outcomes: Sequence[Sampled | None] = next(tokens) if chunk.samples else [None]
             scores = (prompt_logprobs or {}).get(sequence.request.key, [])
             if scores is None:
-                outcome = Sampled(None)
+                outcomes = [Sampled(None)]
             else:
                 sequence.prompt_logprobs += scores
                 sequence.unscored -= len(chunk.scored)
-            end = finished(sequence, outcome)
-            if outcome is not None or end is not None:
-                progress.append(self._advance(sequence, outcome or Sampled(None), end))
+            progress += self._book(chunk, outcomes)
         return progress
 
     def check_integrity(self) -> None:
@@ -176,37 +177,37 @@ class Scheduler:
         if any(sequence.blocks for sequence in self.waiting):
             raise RuntimeError("a waiting sequence holds blocks")
 
-    def _plan(self, sequence: SequenceState, draft: _Draft, most: int) -> None:
+    def _plan(self, sequence: SequenceState, plan: _Plan, most: int) -> None:
         """Add at most `most` tokens of a running sequence to the step.
 
         A chunk shrinks to the room there is rather than push others out: they go only where there is none for one
         token, and the sequence itself goes where it has the worst rank.
         """
-        if draft.budget <= 0 or sequence not in self.running:
+        if plan.budget <= 0 or sequence not in self.running:
             return
         while (room := self.tables.room(sequence)) < 1:
             victim = self.running[-1]
-            self._preempt(victim, draft)
+            self._preempt(victim, plan)
             if victim is sequence:
                 return
         start, pending = sequence.computed, sequence.pending
-        count = min(pending, most, draft.budget, room)
-        draft.copies += self.tables.grow(sequence, count)
+        count = min(pending, most, plan.budget, room)
+        plan.copies += self.tables.grow(sequence, count)
         last = count == pending and sequence.length == len(sequence.tokens)
         scored = range(0)
         if sequence.unscored:
             first, end = sequence.scored - sequence.offset, len(sequence.request.prompt) - 1 - sequence.offset
             scored = range(max(start, first), max(start, first, min(start + count, end)))
-        draft.add(Chunk(sequence, start, count, last and sequence.request.max_new_tokens > 0, scored))
+        plan.add(Chunk(sequence, start, count, last and sequence.request.max_new_tokens > 0, scored))
 
-    def _admitted(self, draft: _Draft) -> Iterator[SequenceState]:
+    def _admitted(self, plan: _Plan) -> Iterator[SequenceState]:
         """Waiting sequences that start now, the best-ranked first. Each is planned before the next one is looked for.
 
         One starts only where all it has to compute fits, so that it is not pushed out at once. It is not overtaken by
         smaller ones behind it: it would wait for ever.
         """
-        while draft.budget > 0 and (sequence := self._next_waiting()) is not None:
-            self._make_way(sequence, draft)
+        while plan.budget > 0 and (sequence := self._next_waiting()) is not None:
+            self._make_way(sequence, plan)
             start = self._find_start(sequence)
             if not self._fits(sequence, start):
                 return
@@ -234,7 +235,7 @@ class Scheduler:
     def _fits(self, sequence: SequenceState, start: Start) -> bool:
         return len(self.running) < self.max_running and self.tables.fits(sequence, start)
 
-    def _make_way(self, sequence: SequenceState, draft: _Draft) -> None:
+    def _make_way(self, sequence: SequenceState, plan: _Plan) -> None:
         """Push out running sequences of lower priority and worse rank, if that lets a waiting one start."""
         victims = [
             other
@@ -248,11 +249,11 @@ class Scheduler:
         if self.tables.missing_blocks(sequence, self._find_start(sequence)) > self.pool.available + gained:
             return
         while victims and not self._fits(sequence, self._find_start(sequence)):
-            self._preempt(victims.pop(), draft)
+            self._preempt(victims.pop(), plan)
 
-    def _preempt(self, sequence: SequenceState, draft: _Draft) -> None:
+    def _preempt(self, sequence: SequenceState, plan: _Plan) -> None:
         """Take all blocks away; the sequence waits again, at its old rank."""
-        draft.drop(sequence)
+        plan.drop(sequence)
         self.tables.release(sequence)
         sequence.preemptions += 1
         self.preemptions += 1
@@ -272,6 +273,23 @@ class Scheduler:
         (self.running if sequence in self.running else self.waiting).remove(sequence)
         self._groups.remove(sequence)
         self.tables.release(sequence)
+
+    def _book(self, chunk: Chunk, outcomes: Sequence[Sampled | None]) -> list[Progress]:
+        """Book a chunk's tokens as if each had had a step of its own: one of a draft is computed once it has come true.
+
+        outcomes  None: nothing was sampled
+        """
+        sequence, progress = chunk.sequence, []
+        for ahead, outcome in enumerate(outcomes):
+            sequence.computed = chunk.start + chunk.count + ahead
+            self.tables.publish(sequence)
+            end = finished(sequence, outcome)
+            if outcome is not None or end is not None:
+                progress.append(self._advance(sequence, outcome or Sampled(None), end))
+        if chunk.draft:
+            self.speculation.judge(chunk, len(outcomes) - 1)
+            self.tables.trim(sequence)
+        return progress
 
     def _advance(self, sequence: SequenceState, outcome: Sampled, end: Finished | None) -> Progress:
         """Append the token, if there is one, and end the sequence, if it has."""

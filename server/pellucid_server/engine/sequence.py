@@ -102,10 +102,9 @@ class SequenceState:
             return self.tokens[start + offset : start + offset + count]
         return (self.tokens[:sinks] + self.tokens[sinks + offset :])[start : start + count]
 
-    @property
-    def banned_ids(self) -> Sequence[int]:
-        """Ids that may not be sampled next: end and stop tokens until min_new_tokens are out."""
-        if self.output_count >= self.request.min_new_tokens:
+    def banned_ids(self, ahead: int = 0) -> Sequence[int]:
+        """Ids that may not be sampled `ahead` tokens from here: end and stop tokens until min_new_tokens are out."""
+        if self.output_count + ahead >= self.request.min_new_tokens:
             return ()
         return (*self.request.eos_ids, *self.request.stop_ids)
 
@@ -139,6 +138,18 @@ class Chunk:
     """The next token is sampled after the last of them."""
     scored: range = range(0)
     """Places in the view, within the chunk, of prompt tokens whose successors' log-probabilities are wanted."""
+    draft: tuple[int, ...] = ()
+    """Guesses at what follows, which run behind the chunk's own tokens so that more than one token can come of it."""
+
+    @property
+    def rows(self) -> int:
+        """Tokens that run: the chunk's own and its draft."""
+        return self.count + len(self.draft)
+
+    @property
+    def sampled_rows(self) -> int:
+        """Rows, at the chunk's end, whose logits are wanted: the last of its own tokens' and its draft's."""
+        return 1 + len(self.draft) if self.samples else 0
 
     @property
     def first_target(self) -> int:
@@ -158,12 +169,13 @@ class Step:
 
     @property
     def tokens(self) -> int:
-        return sum(chunk.count for chunk in self.chunks)
+        """Rows, drafts included."""
+        return sum(chunk.rows for chunk in self.chunks)
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """What came out of a chunk that samples."""
+    """What came out of a row that is sampled."""
 
     token: int | None
     """None: there was none to choose."""

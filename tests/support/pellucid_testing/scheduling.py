@@ -26,8 +26,12 @@ def submit(key: int, prompt: int | list[int], new: int, **extra: object) -> Subm
 
 
 def next_token(key: int, output_count: int) -> int:
-    """The token that a "model" gives to a sequence, a function of the sequence alone; ends some of them early."""
-    value = (key * 7919 + output_count * 104729) % 97
+    """The token that a "model" gives to a sequence, a function of the sequence alone; ends some of them early.
+
+    Every second sequence repeats itself, with a slip now and then, so that drafts come true in part.
+    """
+    phase = output_count % 5 if key % 2 and output_count % 13 else output_count
+    value = (key * 7919 + phase * 104729) % 97
     return EOS if value == 3 else STOP if value == 5 else 1000 + value
 
 
@@ -44,15 +48,18 @@ def expected_output(request: Submit, capacity: int) -> list[int]:
     return output
 
 
-def contents(sequence: SequenceState, native_window: int) -> list[int]:
-    """What the slots of a sequence's view should hold. A rolling window no narrower than the model's own changes none.
+def contents(chunk: Chunk, native_window: int) -> list[int]:
+    """What the slots of a sequence's view, and of its draft, should hold.
 
+    A rolling window no narrower than the model's own changes none.
     Salts do not change keys and values, but they make blocks strangers to each other.
     """
-    request, value = sequence.request, hash(sequence.request.cache_salt)
+    sequence, request = chunk.sequence, chunk.sequence.request
+    value = hash(request.cache_salt)
     rolls = request.context.kind == "roll" and not 0 < native_window <= request.context.window
     values = []
-    for place, token in enumerate(sequence.view(0, sequence.view_length)):
+    known = sequence.view(0, sequence.view_length if not chunk.draft else chunk.start + chunk.count)
+    for place, token in enumerate([*known, *chunk.draft]):
         policy = request.context if rolls and place >= request.context.span else None
         value = hash((value, token, policy))
         values.append(value)
@@ -80,11 +87,16 @@ class Run:
     cached: dict[int, int] = field(default_factory=dict)
     steps: int = 0
     computed: int = 0
+    accepted: int = 0
+    """Tokens of drafts that came true."""
     _slots: dict[tuple[int, int], int] = field(default_factory=dict)
 
     @staticmethod
-    def of(blocks: int, block_size: int, max_running: int, budget: int, native_window: int = 0) -> Run:
-        return Run(Scheduler(BlockPool(blocks, block_size), max_running, budget, native_window))
+    def of(
+        blocks: int, block_size: int, max_running: int, budget: int, native_window: int = 0, draft_tokens: int = 0
+    ) -> Run:
+        pool = BlockPool(blocks, block_size)
+        return Run(Scheduler(pool, max_running, budget, native_window, draft_tokens=draft_tokens))
 
     def book(self, progress: list[Progress]) -> None:
         for one in progress:
@@ -104,7 +116,8 @@ class Run:
         self.steps += 1
         self._check_plan(step, [sequence for sequence in scheduler.running if sequence not in before])
         self._compute(step)
-        sampled = [Sampled(_sample(chunk.sequence)) for chunk in step.chunks if chunk.samples]
+        sampled = [_sample(chunk) for chunk in step.chunks if chunk.samples]
+        self.accepted += sum(len(tokens) - 1 for tokens in sampled)
         scores = {
             c.sequence.request.key: [
                 TokenLogprob(token, 0.0, 0)
@@ -114,6 +127,8 @@ class Run:
         }
         self.book(step.expired + scheduler.complete(step, sampled, scores))
         scheduler.check_integrity()
+        for sequence in scheduler.running:
+            assert len(sequence.blocks) == scheduler.pool.blocks_for(sequence.computed), "a block for nothing"
         return step
 
     def drain(self, limit: int = 20_000) -> Run:
@@ -147,9 +162,9 @@ class Run:
         for source, target in step.copies:
             for place in range(pool.block_size):
                 self._slots[target, place] = self._slots.get((source, place), 0)
-        rows = [(chunk, chunk.start + row) for chunk in step.chunks for row in range(chunk.count)]
+        rows = [(chunk, chunk.start + row) for chunk in step.chunks for row in range(chunk.rows)]
         native_window = self.scheduler.tables.native_window
-        expected = {chunk.sequence: contents(chunk.sequence, native_window) for chunk in step.chunks}
+        expected = {chunk.sequence: contents(chunk, native_window) for chunk in step.chunks}
         written = set()
         for chunk, place in rows:
             slot = self._slot(chunk, place)
@@ -164,7 +179,17 @@ class Run:
         for chunk in step.chunks:
             assert chunk.start == chunk.sequence.computed
             assert chunk.start + chunk.count <= chunk.sequence.view_length
+            if chunk.draft:
+                self._check_draft(chunk)
         self.computed += len(rows)
+
+    def _check_draft(self, chunk: Chunk) -> None:
+        sequence, request = chunk.sequence, chunk.sequence.request
+        assert chunk.samples
+        assert chunk.start + chunk.count == sequence.view_length
+        assert sequence.output_count + len(chunk.draft) < request.max_new_tokens
+        assert len(sequence.tokens) + len(chunk.draft) < sequence.max_length
+        assert request.context.offset(len(sequence.tokens) + len(chunk.draft) - 1) == sequence.offset
 
     def _slot(self, chunk: Chunk, place: int) -> tuple[int, int]:
         block = chunk.sequence.blocks[place // self.scheduler.pool.block_size]
@@ -180,7 +205,12 @@ def run_all(requests: list[Submit], *, blocks: int, block_size: int, max_running
     return run.drain()
 
 
-def _sample(sequence: SequenceState) -> int | None:
-    if NAN in sequence.request.prompt:
-        return None
-    return next_token(sequence.request.key, sequence.output_count)
+def _sample(chunk: Chunk) -> list[Sampled]:
+    """A token behind the chunk, and behind each token of its draft that is right."""
+    request, count = chunk.sequence.request, chunk.sequence.output_count
+    if NAN in request.prompt:
+        return [Sampled(None)]
+    tokens = [next_token(request.key, count)]
+    while chunk.draft[len(tokens) - 1 : len(tokens)] == (tokens[-1],):
+        tokens.append(next_token(request.key, count + len(tokens)))
+    return [Sampled(token) for token in tokens]

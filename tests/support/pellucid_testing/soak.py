@@ -1,11 +1,11 @@
 """Random requests in a crowd, each compared with the same request alone. `make soak`; a short run is in the tests.
 
-    python -m pellucid_testing.soak [--requests 20000] [--seed 0] [--kills 2]
+    python -m pellucid_testing.soak [--requests 20000] [--seed 0] [--kills 2] [--speculative-tokens 5]
 
-Two servers serve one tiny model. The crowd's has a KV pool far too small for what runs at once, small steps and a
-prefix cache; its engine is killed some times. The lone one runs one request at a time and reuses nothing. Every request
-that ends by itself must be the same there to the last bit: tokens, text, finish, log-probabilities. One that is
-cancelled, or runs into its deadline, must have got a beginning of it.
+Two servers serve one tiny model. The crowd's has a KV pool far too small for what runs at once, small steps, a prefix
+cache and drafts; its engine is killed some times. The lone one runs one request at a time, reuses and guesses nothing.
+Every request that ends by itself must be the same there to the last bit: tokens, text, finish, log-probabilities. One
+that is cancelled, or runs into its deadline, must have got a beginning of it.
 """
 
 from __future__ import annotations
@@ -71,6 +71,8 @@ class Tally:
     resident: list[float] = field(default_factory=list)
     preemptions: float = 0
     cached_tokens: float = 0
+    drafted_tokens: float = 0
+    accepted_tokens: float = 0
     restarts: float = 0
 
 
@@ -161,16 +163,21 @@ def _cache(draw: random.Random) -> dict[str, Any]:
     return options
 
 
-async def soak(requests: int, seed: int, kills: int, say: Callable[[str], None] = lambda text: None) -> Tally:
+async def soak(
+    requests: int, seed: int, kills: int, say: Callable[[str], None] = lambda text: None, draft_tokens: int = 5
+) -> Tally:
     """Run the cases 0 to requests - 1; differences are in the tally. Raises AssertionError where something is lost."""
     tally = Tally()
+    crowd_options = (*CROWD, "--speculative-tokens", str(draft_tokens))
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = tiny_checkpoint(Path(folder) / "tiny", CONFIG)
-        with serve(checkpoint, *CROWD) as crowd, serve(checkpoint, *LONE) as alone:
+        with serve(checkpoint, *crowd_options) as crowd, serve(checkpoint, *LONE) as alone:
             await _run(crowd, alone, requests, seed, kills, tally, say)
             _check_rest(crowd)
             tally.preemptions = crowd.metric("pellucid_preemptions_total")
             tally.cached_tokens = crowd.metric("pellucid_prefix_cache_hit_tokens_total")
+            tally.drafted_tokens = crowd.metric("pellucid_drafted_tokens_total")
+            tally.accepted_tokens = crowd.metric("pellucid_accepted_tokens_total")
             tally.restarts = crowd.metric("pellucid_engine_restarts_total")
     return tally
 
@@ -280,10 +287,13 @@ def _children(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-def verdict(tally: Tally) -> list[str]:
+def verdict(tally: Tally, draft_tokens: int = 5) -> list[str]:
     """What is wrong; empty where all is well."""
     wrong = list(tally.differences[:10])
-    for name, count in (("preemption", tally.preemptions), ("cached token", tally.cached_tokens)):
+    shown = {"preemption": tally.preemptions, "cached token": tally.cached_tokens}
+    if draft_tokens:
+        shown["draft that came true"] = tally.accepted_tokens
+    for name, count in shown.items():
         if not count:
             wrong.append(f"there was no {name}: the run has not shown what it should")
     if len(tally.resident) > 2 and tally.resident[-1] > FLAT * tally.resident[0]:
@@ -296,19 +306,24 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--requests", type=int, default=20_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kills", type=int, default=2, help="how often the engine is killed (default 2)")
+    parser.add_argument("--speculative-tokens", type=int, default=5, help="drafts of the crowd's server (default 5)")
     options = parser.parse_args(arguments)
     began = time.monotonic()
-    tally = asyncio.run(soak(options.requests, options.seed, options.kills, lambda text: print(text, flush=True)))
+    drafts = options.speculative_tokens
+    run = soak(options.requests, options.seed, options.kills, lambda text: print(text, flush=True), drafts)
+    tally = asyncio.run(run)
     counts = {
         **tally.ended,
         "preemptions": int(tally.preemptions),
         "tokens from the cache": int(tally.cached_tokens),
+        "drafted tokens": int(tally.drafted_tokens),
+        "accepted tokens": int(tally.accepted_tokens),
         "engine restarts": int(tally.restarts),
     }
     print(f"{options.requests} requests in {time.monotonic() - began:.0f} s")
     print("\n".join(f"{count:10} {name}" for name, count in counts.items()))
     print("MiB of memory on the way:", ", ".join(f"{each:.0f}" for each in tally.resident))
-    for line in (wrong := verdict(tally)):
+    for line in (wrong := verdict(tally, drafts)):
         print(line, file=sys.stderr)
     return 1 if wrong else 0
 

@@ -94,6 +94,11 @@ class Stepper:
     def batch_sizes(self) -> list[int]:
         return [len(step.chunks) for step in self.steps]
 
+    @property
+    def accepted(self) -> int:
+        """Tokens of drafts that came true."""
+        return self.scheduler.speculation.accepted if self.scheduler is not None else 0
+
     def run(
         self,
         *requests: Submit,
@@ -103,6 +108,7 @@ class Stepper:
         warm: bool = False,
         abort_after: int = -1,
         prefix_cache: bool = True,
+        draft_tokens: int = 0,
     ) -> Stepper:
         """Run to the end.
 
@@ -114,7 +120,9 @@ class Stepper:
         if not warm or self.scheduler is None:
             pool = BlockPool(blocks or self.loaded.pool.count, self.loaded.pool.block_size)
             window, budget = self.loaded.ready.native_window, max_step_tokens or self.max_step_tokens
-            self.scheduler = Scheduler(pool, self.max_running, budget, window, prefix_cache=prefix_cache)
+            self.scheduler = Scheduler(
+                pool, self.max_running, budget, window, prefix_cache=prefix_cache, draft_tokens=draft_tokens
+            )
         self._forget()
         coming = list(requests)
         while coming or not self.scheduler.idle:
@@ -136,12 +144,14 @@ class Stepper:
     def _step(self, scheduler: Scheduler) -> None:
         step = scheduler.schedule(0.0)
         self.steps.append(step)
-        sampling = [chunk.sequence for chunk in step.chunks if chunk.samples]
+        sampling = [chunk for chunk in step.chunks if chunk.samples]
         self.chooser.begin(sampling)
         logits = self.loaded.runner.run(step, self._keep_prompt_logits)
-        for sequence, row in zip(sampling, logits, strict=True):
-            self.logits.setdefault(sequence.request.key, []).append(row.clone())
-        for progress in scheduler.complete(step, self.chooser.choose(sampling, logits)):
+        sampled = self.chooser.choose(sampling, logits)
+        rows = logits.split([chunk.sampled_rows for chunk in sampling])
+        for chunk, own, tokens in zip(sampling, rows, sampled, strict=True):
+            self.logits.setdefault(chunk.sequence.request.key, []).extend(own[: len(tokens)].clone())
+        for progress in scheduler.complete(step, sampled):
             self.cached[progress.key] = progress.cached_tokens
             if progress.token is not None:
                 self.tokens.setdefault(progress.key, []).append(progress.token)
@@ -168,5 +178,7 @@ def reference_logits(model: Decoder, tokens: list[int]) -> torch.Tensor:
 
 def poison(stepper: Stepper, token: int) -> None:
     """Make the token's embedding NaN. Weights are looked through when they are loaded, so it is done afterwards."""
-    with torch.no_grad():
-        stepper.loaded.runner._model.embedding.weight[token] = float("nan")  # type: ignore[attr-defined]
+    table = stepper.loaded.runner._model.embedding.table  # type: ignore[attr-defined]
+    if table.format != "float32":
+        raise ValueError(f"a table in {table.format} cannot be poisoned")
+    table.weight.view(torch.float32).view(table.count, table.width)[token] = float("nan")
