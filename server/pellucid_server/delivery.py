@@ -2,7 +2,7 @@
 
 Tokens come in from the engine's reader, which never waits; the stream's writer takes everything at once when it can
 write, up to what fits into a message. So a slow reader gets fewer, larger messages, and the buffer tells when it is too
-slow.
+slow. A message costs several times what a token does: tokens that come faster than anybody could see gather, too.
 """
 
 from __future__ import annotations
@@ -24,6 +24,10 @@ LOGPROB_BYTES = 24
 """Of a log-probability with its token, roughly; and of each alternative."""
 
 
+MESSAGE_GAP = 0.002
+"""Seconds from one message of a stream to the next, where the caller does not say how many tokens are to gather."""
+
+
 @dataclass(frozen=True)
 class Patience:
     """A write that takes longer than `seconds`, while more than `bytes` wait behind it, ends the request."""
@@ -43,9 +47,11 @@ class DeliveryRules:
     min_tokens: int = 1
     with_text: bool = True
     with_token_ids: bool = True
+    gap: float = 0.0
+    """Seconds between the beginnings of two messages; the first one, ends and full ones do not wait for it."""
 
 
-@dataclass
+@dataclass(slots=True)
 class Output:
     """What is new of one sequence."""
 
@@ -65,7 +71,7 @@ class Output:
         return bool(self.token_ids or self.texts or self.logprobs)
 
 
-@dataclass
+@dataclass(slots=True)
 class Batch:
     """What one message carries."""
 
@@ -76,7 +82,10 @@ class Batch:
     has_end: bool = False
 
     def output(self, index: int) -> Output:
-        return self.outputs.setdefault(index, Output())
+        output = self.outputs.get(index)
+        if output is None:
+            output = self.outputs[index] = Output()
+        return output
 
 
 class Outbox:
@@ -91,7 +100,10 @@ class Outbox:
         self._held = False
         self._first_sent = False
         self._closed = False
-        self._ready = asyncio.Event()
+        self._waiter: asyncio.Future[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._next_at = 0.0
+        """When the gap after the last message is over."""
         self._write_began: float | None = None
         self._writer: asyncio.Task[object] | None = None
 
@@ -133,11 +145,14 @@ class Outbox:
     def close(self) -> None:
         """Nothing more comes; what pends may go."""
         self._closed = True
-        self._ready.set()
+        self._wake_if_due()
 
     async def wait(self) -> None:
         """Returns when a message is due or the outbox is closed."""
-        await self._ready.wait()
+        if not self._is_due() or self._is_early(time.monotonic()):
+            self._waiter = asyncio.get_running_loop().create_future()
+            self._wake_if_due()
+            await self._waiter
 
     def take(self) -> Batch:
         """What pends, or as much of it as goes into a message. The write of it begins now and lasts until `written`."""
@@ -146,9 +161,8 @@ class Outbox:
         else:
             batch, self._pending = self._pending, Batch()
         self._first_sent = True
-        if not (self._closed or self._is_due()):
-            self._ready.clear()
         self._write_began = time.monotonic()
+        self._next_at = self._write_began + self._rules.gap
         self._writer = asyncio.current_task()
         return batch
 
@@ -177,11 +191,27 @@ class Outbox:
         return self._rules.final_only and self._pending.byte_count > 4 * MAX_MESSAGE_BYTES
 
     def _wake_if_due(self) -> None:
-        if self._is_due():
-            self._ready.set()
+        waiter = self._waiter
+        if waiter is None or waiter.done() or not self._is_due():
+            return
+        now = time.monotonic()
+        if not self._is_early(now):
+            waiter.set_result(None)
+        elif self._timer is None:
+            self._timer = waiter.get_loop().call_later(self._next_at - now, self._gap_is_over)
+
+    def _gap_is_over(self) -> None:
+        self._timer = None
+        self._wake_if_due()
+
+    def _is_early(self, now: float) -> bool:
+        """Whether a message that is due can wait for more."""
+        return now < self._next_at and not (self._closed or self._full or self._pending.has_end)
 
     def _is_due(self) -> bool:
         pending = self._pending
+        if self._closed:
+            return True
         if self._rules.final_only or self._held:
             return False
         if self._full:

@@ -3,6 +3,9 @@
 In come Submit and Abort messages; out go events: the engine is up (Ready), has done a step (StepDone), or is down.
 After "down" nothing that was sent before is known to the next engine. The engine reads the end of its socket when this
 process dies, however that happens, and ends too.
+
+Events are called right where bytes come in (`_EngineProtocol`), with no task in between: a step is on its way to the
+streams in the same turn of the event loop.
 """
 
 from __future__ import annotations
@@ -13,21 +16,21 @@ import logging
 import signal
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import msgspec
 
+from pellucid_server.engine.framing import Frames, frame
 from pellucid_server.engine.messages import (
     Abort,
     Configure,
+    FromEngine,
     Ping,
     Ready,
-    StartFailed,
     StepDone,
     Submit,
-    frame,
-    read_from_engine,
+    decode_from_engine,
 )
 from pellucid_server.errors import StartError
 from pellucid_server.logs import log
@@ -41,6 +44,8 @@ EXIT_SECONDS = 5.0
 """How long the engine may take to end when the server does, before it is killed."""
 BURY_SECONDS = 0.5
 """The same for an engine that has closed its end of the socket and is of no more use."""
+READ_BYTES = 2**18
+"""At most in one read from the socket."""
 
 
 class EngineEvents(Protocol):
@@ -73,7 +78,7 @@ class EngineLink:
         self._start_timeout = start_timeout
         self._hung: str | None = None
         self._process: asyncio.subprocess.Process | None = None
-        self._writer: asyncio.StreamWriter | None = None
+        self._transport: asyncio.WriteTransport | None = None
         self._up = False
         self._backoff = MIN_BACKOFF
 
@@ -84,8 +89,8 @@ class EngineLink:
 
     def send(self, message: Submit | Abort | Ping) -> None:
         """Never waits. Dropped while no engine is up: whoever listens submits again on "up"."""
-        if self._up and self._writer is not None:
-            self._writer.write(frame(message))
+        if self._up and self._transport is not None:
+            self._transport.write(frame(message))
 
     async def run(self, configure: Configure) -> None:
         """Keeps an engine running. Raises StartError where the first one does not start; else until cancelled."""
@@ -119,12 +124,15 @@ class EngineLink:
         """One engine's life, from start to the end of its messages. Returns why it refused to start, if it did."""
         self._hung = None
         watchdog = Watchdog(self._timeout, lambda: self.send(Ping()), self._start_timeout)
-        reader = await self._spawn(configure)
+        over = await self._spawn(configure, lambda message: self._hear(message, watchdog))
         watch = asyncio.create_task(self._watch(watchdog))
         try:
-            return await self._listen(reader, watchdog)
+            await over
+        except _Refused as refusal:
+            return str(refusal)
         finally:
             watch.cancel()
+        return None
 
     async def _watch(self, watchdog: Watchdog) -> None:
         """Kills an engine that hangs: its socket closes, and all goes on as after any other death."""
@@ -132,30 +140,21 @@ class EngineLink:
         self._hung = f"hung for {silence:g} s"
         self.kill()
 
-    async def _listen(self, reader: asyncio.StreamReader, watchdog: Watchdog) -> str | None:
-        """Carries messages to the events until there are no more. Returns why the engine refused to start."""
-        # What cannot be decoded comes from an engine that went wrong: as good as dead.
-        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError, msgspec.MsgspecError):
-            first = await read_from_engine(reader)
-            if isinstance(first, StartFailed):
-                return first.message
-            if isinstance(first, Ready):
-                self._up = True
-                watchdog.engine_up(first.warm_up_seconds)
-                self._events.engine_up(first)
-            while True:
-                message = await read_from_engine(reader)
-                if isinstance(message, StepDone):
-                    watchdog.hear(message.stats.step_seconds)
-                    self._step(message)
-        return None
+    def _hear(self, message: FromEngine, watchdog: Watchdog) -> None:
+        if isinstance(message, StepDone):
+            watchdog.hear(message.stats.step_seconds)
+            if message.progress:
+                self._backoff = MIN_BACKOFF
+            self._events.engine_step(message)
+        elif isinstance(message, Ready):
+            self._up = True
+            watchdog.engine_up(message.warm_up_seconds)
+            self._events.engine_up(message)
+        else:
+            raise _Refused(message.message)
 
-    def _step(self, step: StepDone) -> None:
-        if step.progress:
-            self._backoff = MIN_BACKOFF
-        self._events.engine_step(step)
-
-    async def _spawn(self, configure: Configure) -> asyncio.StreamReader:
+    async def _spawn(self, configure: Configure, hear: Callable[[FromEngine], None]) -> asyncio.Future[None]:
+        """A new engine; the future is done once there is nothing more to hear from it."""
         ours, theirs = socket.socketpair()
         with theirs:
             # A session of its own: Ctrl-C in the terminal reaches the frontend alone, which then drains.
@@ -166,15 +165,17 @@ class EngineLink:
                 stdin=asyncio.subprocess.DEVNULL,
                 start_new_session=True,
             )
-        reader, self._writer = await asyncio.open_unix_connection(sock=ours)
-        self._writer.write(frame(configure))
-        return reader
+        loop = asyncio.get_running_loop()
+        over: asyncio.Future[None] = loop.create_future()
+        self._transport, _ = await loop.create_unix_connection(lambda: _EngineProtocol(hear, over), sock=ours)
+        self._transport.write(frame(configure))
+        return over
 
     async def _bury(self, patience: float) -> str:
         """Closes the socket and waits for the process to end, at last by killing it. Returns how it ended."""
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        if self._transport is not None:
+            self._transport.close()
+            self._transport = None
         process = self._process
         if process is None:
             return "exit"
@@ -187,6 +188,45 @@ class EngineLink:
             return self._hung
         code = process.returncode or 0
         return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit {code}"
+
+
+class _Refused(Exception):
+    """The engine cannot start, and says why."""
+
+
+class _EngineProtocol(asyncio.BufferedProtocol):
+    """Hands on each message as it arrives, until `over`: done when nothing more comes, or failed as `hear` did."""
+
+    def __init__(self, hear: Callable[[FromEngine], None], over: asyncio.Future[None]) -> None:
+        self._hear = hear
+        self._over = over
+        self._frames = Frames(decode_from_engine)
+        self._part = memoryview(bytearray(READ_BYTES))
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._part
+
+    def buffer_updated(self, nbytes: int) -> None:
+        if self._over.done():
+            return
+        try:
+            for message in self._frames.push(self._part[:nbytes]):
+                self._hear(message)
+        except msgspec.MsgspecError:
+            self._end()  # What cannot be decoded comes from an engine that went wrong: as good as dead.
+        except Exception as error:
+            self._end(error)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end()
+
+    def _end(self, error: Exception | None = None) -> None:
+        if self._over.done():
+            return
+        if error is None:
+            self._over.set_result(None)
+        else:
+            self._over.set_exception(error)
 
 
 def _first_start_failure(reason: str) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import secrets
@@ -45,6 +46,8 @@ from pellucid_server.settings import Settings
 from pellucid_server.summary import Addresses, log_summary
 from pellucid_server.text_pool import TextPool
 
+GC_THRESHOLDS = 10_000, 20, 50
+"""How much must have been made before garbage is looked for: what a token leaves behind is freed without that."""
 STOP_SECONDS = 0.2
 """Grace for calls that are still open when the drain is over, such as health watchers."""
 SIGNAL_GAP = 0.2
@@ -109,6 +112,7 @@ class Frontend:
             if await self._until_up(engine):
                 self._check_policy()
                 self._announce(addresses)
+                _spare_the_collector()
                 await self._until_stopped(engine)
             await self._drain()
         finally:
@@ -239,6 +243,13 @@ class Frontend:
                 log(logging.WARNING, warning)
 
 
+def _spare_the_collector() -> None:
+    """What is there after the start stays; going through it again and again would cost more than all tokens do."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*GC_THRESHOLDS)
+
+
 def _longest_token(tokenizer: Tokenizer | None) -> int:
     """In bytes."""
     if tokenizer is None:
@@ -273,9 +284,12 @@ def _configure(package: Package, tokenizer: Tokenizer | None) -> Configure:
         device=settings.device,
         dtype=settings.dtype,
         quantize=settings.quantize,
+        kv_dtype=settings.kv_dtype,
         kv_cache_memory=settings.kv_cache_memory,
         kv_block_size=settings.kv_block_size,
         prefix_cache=settings.prefix_cache,
+        speculative_tokens=settings.speculative_tokens,
+        cuda_graphs=settings.cuda_graphs,
         max_context=settings.max_context,
         max_running=settings.max_running,
         max_step_tokens=settings.max_step_tokens,

@@ -1,19 +1,24 @@
 """Every metric of the server, in one registry of its own; docs/metrics.md lists them for people.
 
 Requests report their ends here (`requests.py` alone does that), the engine its steps. The engine counts from its own
-start, so its totals are added as differences and the counters here survive an engine restart.
+start; the totals of those that are gone are added, so that the counters here survive an engine restart.
+
+What changes with every token or step is read when it is scraped (`tallies.py`); the rest is prometheus_client's.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import metadata
+from typing import NamedTuple
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
+from prometheus_client import CollectorRegistry, Counter, Gauge, disable_created_metrics
 from prometheus_client.process_collector import ProcessCollector
 
 from pellucid_server.engine.messages import Ready, Stats
+from pellucid_server.tallies import Histogram, ReadCounter, Tally
 
 TTFT_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 TOKEN_BUCKETS = (
@@ -45,6 +50,8 @@ TOTALS = {
     "prefill_tokens_total": ("prefill_tokens", "Prompt and recomputed tokens run through the model"),
     "prefix_queried_tokens_total": ("prefix_cache_queried_tokens", "Prompt tokens looked up in the cache"),
     "prefix_hit_tokens_total": ("prefix_cache_hit_tokens", "Prompt tokens found in the cache"),
+    "drafted_tokens_total": ("drafted_tokens", "Tokens guessed and run through the model"),
+    "accepted_tokens_total": ("accepted_tokens", "Guessed tokens that were sampled indeed"),
 }
 """Fields of Stats that count from the engine's start, with the counters they feed."""
 
@@ -89,7 +96,14 @@ class Metrics:
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests that have run").labels(
             self._model
         )
-        self.generated_tokens = self._counter("generated_tokens", "Tokens given to requests").labels(self._model)
+        self.generated_token_count = 0
+        ReadCounter(
+            self.registry,
+            "pellucid_generated_tokens",
+            "Tokens given to requests",
+            model_name,
+            lambda: self.generated_token_count,
+        )
         self.non_finite_logits = self._counter("non_finite_logits", "Requests ended by NaN or infinite logits").labels(
             self._model
         )
@@ -113,7 +127,7 @@ class Metrics:
         ProcessCollector(registry=self.registry)
         ProcessCollector(namespace="pellucid_engine", pid=engine_pid, registry=self.registry)
 
-    def _histogram(self, name: str, help: str, buckets: Sequence[float]) -> Histogram:
+    def _histogram(self, name: str, help: str, buckets: Sequence[float]) -> Tally:
         return _histogram(self.registry, self._model, name, help, buckets)
 
     def _gauge(self, name: str, help: str) -> Gauge:
@@ -123,37 +137,45 @@ class Metrics:
         return Counter(f"pellucid_{name}", help, ["model_name", *labels], registry=self.registry)
 
 
+class _Seen(NamedTuple):
+    """What is known of the engine's work. It is replaced as a whole, so that a scrape sees it before or after."""
+
+    stats: Stats | None
+    """Of the engine that is up, once it has told any."""
+    before: tuple[int, ...] = (0,) * len(TOTALS)
+    """Totals of those that were before it, in the order of TOTALS."""
+
+    def totals(self) -> tuple[int, ...]:
+        """Of all engines."""
+        if self.stats is None:
+            return self.before
+        return tuple(past + getattr(self.stats, total) for past, total in zip(self.before, TOTALS, strict=True))
+
+
 class EngineMetrics:
     """What the engine tells about itself: capacity once it is ready, and a snapshot after every step."""
 
     def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
         self._registry = registry
         self._model = model_name
-        self._last: Stats | None = None
+        self._seen = _Seen(None)
+        self._heard_at = 0.0
+        self._capacity = 0
         self.up = Gauge("pellucid_engine_up", "1 while the engine process is ready", registry=registry)
         restarts = Counter("pellucid_engine_restarts", "Engines lost and started again", ["reason"], registry=registry)
         self.restarts = {reason: restarts.labels(reason) for reason in RESTART_REASONS}
-        self._step_seconds = Histogram(
+        step_seconds = Histogram(
+            registry,
             "pellucid_engine_step_duration_seconds",
             "Duration of a step",
-            ["model_name", "phase"],
-            buckets=TOKEN_BUCKETS,
-            registry=registry,
+            ("model_name", "phase"),
+            TOKEN_BUCKETS,
         )
-        self._phases = {phase: self._step_seconds.labels(model_name, phase) for phase in STEP_PHASES}
+        self._phases = {phase: step_seconds.labels(model_name, phase) for phase in STEP_PHASES}
         self._batch_size = _histogram(registry, model_name, "step_batch_size", "Sequences per step", STEP_BUCKETS)
         self._step_tokens = _histogram(registry, model_name, "step_tokens", "Tokens computed per step", STEP_BUCKETS)
-        blocks = Gauge("pellucid_kv_cache_blocks", "KV blocks by state", ["model_name", "state"], registry=registry)
-        self._blocks = {state: blocks.labels(model_name, state) for state in ("used", "cached", "free")}
+        self._export_snapshot()
         self._block_limit = _gauge(registry, model_name, "kv_cache_blocks_limit", "KV blocks in all")
-        self._usage = _gauge(registry, model_name, "kv_cache_usage_ratio", "Used share of the KV blocks, 0 to 1")
-        self._last_step = _gauge(
-            registry, model_name, "engine_last_step_timestamp_seconds", "Unix time of the last message from the engine"
-        )
-        self._totals = {
-            total: Counter(f"pellucid_{name}", help, ["model_name"], registry=registry).labels(model_name)
-            for total, (name, help) in TOTALS.items()
-        }
         self._gpu_memory = {
             state: Gauge(
                 f"pellucid_gpu_memory_{state}_bytes",
@@ -174,13 +196,39 @@ class EngineMetrics:
             registry=registry,
         )
 
+    def _export_snapshot(self) -> None:
+        """What is read from the last snapshot."""
+        registry, model = self._registry, self._model
+        blocks = Gauge("pellucid_kv_cache_blocks", "KV blocks by state", ["model_name", "state"], registry=registry)
+        for place, state in enumerate(("used", "cached", "free")):
+            blocks.labels(model, state).set_function(partial(self._block_count, place))
+        usage = _gauge(registry, model, "kv_cache_usage_ratio", "Used share of the KV blocks, 0 to 1")
+        usage.set_function(lambda: self._blocks()[0] / max(1, sum(self._blocks())))
+        last_step = _gauge(
+            registry, model, "engine_last_step_timestamp_seconds", "Unix time of the last message from the engine"
+        )
+        last_step.set_function(lambda: self._heard_at)
+        for place, (name, help) in enumerate(TOTALS.values()):
+            ReadCounter(registry, f"pellucid_{name}", help, model, partial(self._total, place))
+
+    def _block_count(self, place: int) -> int:
+        return self._blocks()[place]
+
+    def _total(self, place: int) -> int:
+        return self._seen.totals()[place]
+
+    def _blocks(self) -> tuple[int, int, int]:
+        """Used, cached, free."""
+        stats = self._seen.stats
+        if stats is None:
+            return 0, 0, self._capacity
+        return stats.used_blocks, stats.cached_blocks, stats.free_blocks
+
     def ready(self, ready: Ready, version: str) -> None:
         """A new engine is up and counts from zero."""
-        self._last = None
+        self._begin(ready.kv_block_count)
         self.up.set(1)
         self._block_limit.set(ready.kv_block_count)
-        self._set_blocks(used=0, cached=0, free=ready.kv_block_count)
-        self._usage.set(0)
         self._device = ready.device
         self._build.clear()
         self._build.labels(version, _torch_version(), ready.device, os.environ.get(COMMIT_VARIABLE, "")).set(1)
@@ -189,25 +237,20 @@ class EngineMetrics:
 
     def down(self) -> None:
         """The engine is gone, and its cache with it."""
+        self._begin(0)
         self.up.set(0)
-        self._set_blocks(used=0, cached=0, free=0)
-        self._usage.set(0)
         for gauge in self._gpu_memory.values():
             gauge.clear()
 
-    def _set_blocks(self, **counts: int) -> None:
-        for state, count in counts.items():
-            self._blocks[state].set(count)
+    def _begin(self, capacity: int) -> None:
+        """No snapshot holds any more; so many KV blocks are there."""
+        self._capacity = capacity
+        self._seen = _Seen(None, self._seen.totals())
 
     def step(self, stats: Stats, wall_time: float) -> None:
         """One snapshot. `wall_time` is the Unix time at which it came in."""
-        used, cached, free = stats.used_blocks, stats.cached_blocks, stats.free_blocks
-        self._set_blocks(used=used, cached=cached, free=free)
-        self._usage.set(used / max(1, used + cached + free))
-        self._last_step.set(wall_time)
-        for total, counter in self._totals.items():
-            counter.inc(getattr(stats, total) - (0 if self._last is None else getattr(self._last, total)))
-        self._last = stats
+        self._seen = _Seen(stats, self._seen.before)
+        self._heard_at = wall_time
         if stats.gpu_reserved_bytes:
             self._gpu_memory["allocated"].labels(self._device).set(stats.gpu_allocated_bytes)
             self._gpu_memory["reserved"].labels(self._device).set(stats.gpu_reserved_bytes)
@@ -217,10 +260,8 @@ class EngineMetrics:
             self._step_tokens.observe(stats.step_tokens)
 
 
-def _histogram(
-    registry: CollectorRegistry, model_name: str, name: str, help: str, buckets: Sequence[float]
-) -> Histogram:
-    return Histogram(f"pellucid_{name}", help, ["model_name"], buckets=buckets, registry=registry).labels(model_name)
+def _histogram(registry: CollectorRegistry, model_name: str, name: str, help: str, buckets: Sequence[float]) -> Tally:
+    return Histogram(registry, f"pellucid_{name}", help, ("model_name",), buckets).labels(model_name)
 
 
 def _gauge(registry: CollectorRegistry, model_name: str, name: str, help: str) -> Gauge:

@@ -77,6 +77,8 @@ class RequestTable:
         self._no_streams.set()
         self.stats: Stats | None = None
         """The engine's last snapshot; None while there is no engine."""
+        metrics.requests_running.set_function(lambda: self.running_count)
+        metrics.requests_waiting.set_function(lambda: self.waiting_count)
 
     def admit(
         self,
@@ -110,7 +112,6 @@ class RequestTable:
         if time_limit is not None:
             loop = asyncio.get_running_loop()
             request.timer = loop.call_later(time_limit, self._finish, request, "time_limit")
-        self._update_gauges()
         return request
 
     def start(self, request: LiveRequest, plan: Plan, text: Callable[[], TextStream | None]) -> None:
@@ -195,7 +196,6 @@ class RequestTable:
             if request.deaths >= MAX_DEATHS:
                 error = errors.EngineDown(f"the engine died {MAX_DEATHS} times in a row; try again later")
                 self.fail(request, error)
-        self._update_gauges()
 
     def engine_step(self, step: StepDone) -> None:
         """One step's tokens and ends."""
@@ -204,15 +204,15 @@ class RequestTable:
             if found is not None:
                 self._advance_alone(*found, progress, step.at)
         self.stats = step.stats
-        self._update_gauges()
 
     @property
     def running_count(self) -> int:
-        return min(self.stats.running, len(self._live)) if self.stats is not None else 0
+        stats = self.stats
+        return min(stats.running, len(self._live)) if stats is not None else 0
 
     @property
     def waiting_count(self) -> int:
-        return len(self._live) - self.running_count
+        return max(0, len(self._live) - self.running_count)
 
     def _requests(self) -> list[LiveRequest]:
         """Each once, in the order of admission."""
@@ -319,11 +319,6 @@ class RequestTable:
             request.timer.cancel()
         request.outbox.close()
         self._accounts.ended(request, end)
-        self._update_gauges()
-
-    def _update_gauges(self) -> None:
-        self._metrics.requests_running.set(self.running_count)
-        self._metrics.requests_waiting.set(self.waiting_count)
 
 
 def _rank(request: LiveRequest) -> float:

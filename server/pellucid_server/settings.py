@@ -82,6 +82,12 @@ class Settings:
         Choice(("auto", "float32", "bfloat16", "float16")),
         "number format of weights and KV cache; auto: bfloat16 where the device multiplies it, else float32",
     )
+    kv_dtype: Literal["auto", "float32", "bfloat16", "int8"] = _setting(
+        "auto",
+        Choice(("auto", "float32", "bfloat16", "int8")),
+        "number format of the KV cache; auto: that of dtype; int8: nearly twice the tokens in the same memory; see "
+        "docs/kv-cache.md",
+    )
     quantize: Literal["none", "int8", "int4"] = _setting(
         "none",
         Choice(("none", "int8", "int4")),
@@ -90,17 +96,26 @@ class Settings:
     kv_cache_memory: int = _setting(
         0,
         Size(2**10, 2**50, auto=True),
-        "memory for the KV cache; auto: max-running full contexts, at most 40 % of what is free",
+        "memory for the KV cache; auto: max-running full contexts, at most 40 % of what is free, 80 % on a GPU",
         default_text="auto",
     )
     kv_block_size: int = _setting(
         0,
         Integer(1, 4096, auto=True, power_of_two=True),
-        "tokens per KV block; auto: the largest power of two up to 128 and a quarter of the context",
+        "tokens per KV block; auto: the largest power of two up to 128 and a quarter of the context; 256 on CUDA",
         default_text="auto",
     )
     prefix_cache: bool = _setting(
         True, Switch(), "keep computed KV blocks for later requests that begin alike", default_text="on"
+    )
+    cuda_graphs: Literal["auto", "off"] = _setting(
+        "auto", Choice(("auto", "off")), "decode in CUDA graphs where the model runs on CUDA; see docs/gpu.md"
+    )
+    speculative_tokens: int = _setting(
+        0,
+        Integer(0, 16),
+        "tokens of a sequence that a step may guess from its own past, to the same output; 0 = off; "
+        "see docs/speculative-decoding.md",
     )
     max_context: int = _setting(
         0, Integer(1, 2**24, auto=True), "context in tokens; auto: what the model was trained on", default_text="auto"

@@ -24,6 +24,7 @@ from pellucid_testing.server import SOURCES, ServerProcess, serve, start_server
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("scripted")
     (folder / "config.json").write_text(json.dumps({}))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 10**6]}))
     CharacterTokenizer.train(["abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRS"]).save(folder)
     return folder
 
@@ -102,6 +103,7 @@ def test_the_summary(folder: Path, tmp_path: Path) -> None:
         assert summary["kv_cache"] == "256 tokens in 64 blocks, 0B"
         assert {"architecture", "parameters", "dtype", "device", "kernels", "grpc", "metrics"} <= set(summary)
         assert summary["security"] == "none"
+        server.event("the model has 49 token ids; end tokens beyond them never come: [1000000]")
         server.event(
             "--listen 0.0.0.0:0 is open to other machines, without TLS and without tokens: anybody who reaches it can "
             "use it, and listen on the way; see docs/security.md"

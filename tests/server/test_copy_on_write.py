@@ -16,11 +16,14 @@ from pellucid_testing.stepping import Stepper, submission
 BLOCK, VOCAB = 4, tiny_config().vocab_size
 
 
-@pytest.fixture(scope="module", params=[("float32", (None, None)), ("bfloat16", (7, None)), ("float32", (5, 9))])
+@pytest.fixture(
+    scope="module",
+    params=[("float32", "auto", (None, None)), ("bfloat16", "auto", (7, None)), ("float32", "int8", (5, 9))],
+)
 def stepper(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Stepper:
-    dtype, windows = request.param
+    dtype, kv_dtype, windows = request.param
     folder = tiny_checkpoint(tmp_path_factory.mktemp("group"), tiny_config(windows=windows))
-    return Stepper.of(folder, dtype=dtype, kv_block_size=BLOCK, max_step_tokens=32)
+    return Stepper.of(folder, dtype=dtype, kv_dtype=kv_dtype, kv_block_size=BLOCK, max_step_tokens=32)
 
 
 def group(length: int, count: int, new: int, context: ContextWindow = FULL, **changes: Any) -> list[Submit]:

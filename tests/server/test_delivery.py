@@ -68,6 +68,68 @@ async def test_the_first_token_never_waits_and_later_ones_gather() -> None:
     assert token_ids(outbox.take()) == [5]
 
 
+async def test_a_writer_wakes_once_a_message_is_due_and_not_before() -> None:
+    outbox = Outbox(DeliveryRules(min_tokens=2))
+    outbox.add(1, "")
+    outbox.take()
+    waiting = asyncio.create_task(outbox.wait())
+    await asyncio.sleep(0)
+    outbox.add(2, "x")
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert not waiting.done()
+    outbox.add(3, "x")
+    outbox.add(4, "x")
+    await waiting
+    assert token_ids(outbox.take()) == [2, 3, 4]
+    waiting = asyncio.create_task(outbox.wait())
+    await asyncio.sleep(0)
+    outbox.close()
+    await waiting
+
+
+async def test_tokens_gather_until_the_gap_is_over() -> None:
+    outbox = Outbox(DeliveryRules(gap=0.01))
+    outbox.add(1, "a")
+    assert is_due(outbox)
+    outbox.take()
+    outbox.add(2, "b")
+    waiting = asyncio.create_task(outbox.wait())
+    await asyncio.sleep(0)
+    outbox.add(3, "c")
+    await waiting
+    assert token_ids(outbox.take()) == [2, 3]
+    # Where nothing comes while the gap lasts, the next token does not wait.
+    await asyncio.sleep(0.02)
+    outbox.add(4, "d")
+    assert is_due(outbox)
+
+
+async def test_ends_and_full_messages_wait_for_no_gap() -> None:
+    entry = TokenLogprob(1, -1.0, 1, ((1, -1.0, 1),) * 999)
+
+    def end(outbox: Outbox) -> None:
+        outbox.end(0, End("eos", 0.0), 2)
+
+    def fill(outbox: Outbox) -> None:
+        for _ in range(-(-FULL_BYTES // (1000 * LOGPROB_BYTES))):
+            outbox.add(3, "", logprob=entry)
+
+    for hurry in (end, fill, Outbox.close):
+        outbox = Outbox(DeliveryRules(gap=3600.0))
+        outbox.add(1, "a")
+        outbox.take()
+        waiting = asyncio.create_task(outbox.wait())
+        await asyncio.sleep(0)
+        outbox.add(2, "b")
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert not waiting.done()
+        hurry(outbox)
+        await waiting
+        assert token_ids(outbox.take())[0] == 2
+
+
 async def test_final_only_waits_for_the_end() -> None:
     outbox = Outbox(DeliveryRules(final_only=True))
     outbox.add(1, "a")

@@ -238,6 +238,31 @@ async def test_a_first_engine_that_hangs_while_loading_is_a_failed_start(tmp_pat
     assert link.pid == 0
 
 
+async def test_an_engine_that_talks_nonsense_is_as_good_as_dead() -> None:
+    program = """
+import socket, sys, time
+connection = socket.socket(fileno=int(sys.argv[1]))
+connection.recv(1)
+connection.sendall(bytes([3, 0, 0, 0, 0xC1, 0xC1, 0xC1]))
+time.sleep(60)
+"""
+    link = EngineLink(Events(), (sys.executable, "-c", program))
+    with pytest.raises(StartError, match="ended while it was loading the model"):
+        await link.run(CONFIGURE)
+    assert link.pid == 0
+
+
+async def test_an_error_in_the_server_is_no_fault_of_the_engine(tmp_path: Path) -> None:
+    class Broken(Events):
+        def engine_up(self, ready: Ready) -> None:
+            raise RuntimeError("a fault of the server")
+
+    link, events = script_link(Script(lives=str(tmp_path / "lives")), start_timeout=20.0, events=Broken())
+    with pytest.raises(RuntimeError, match="a fault of the server"):
+        await link.run(CONFIGURE)
+    assert (link.pid, events.restarts) == (0, [])
+
+
 class Events:
     """What an engine link says."""
 
@@ -256,8 +281,8 @@ class Events:
         self.restarts.append(reason)
 
 
-def script_link(script: Script, start_timeout: float) -> tuple[EngineLink, Events]:
-    events = Events()
+def script_link(script: Script, start_timeout: float, events: Events | None = None) -> tuple[EngineLink, Events]:
+    events = events or Events()
     command = (sys.executable, scripted_engine.__file__, json.dumps(asdict(script)))
     return EngineLink(events, command, timeout=60.0, start_timeout=start_timeout), events
 

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 from msgspec import structs
 
+from pellucid_server.engine.framing import LENGTH, frame
 from pellucid_server.engine.messages import (
-    LENGTH,
     Abort,
     Constraint,
     FromEngine,
@@ -27,9 +27,9 @@ from pellucid_server.engine.messages import (
     StepDone,
     ToEngine,
     decode_from_engine,
-    frame,
 )
 from pellucid_testing.checkpoints import tiny_checkpoint, tiny_config
+from pellucid_testing.custom_model import EXAMPLE, custom_checkpoint
 from pellucid_testing.stepping import Stepper, configure, submission
 
 
@@ -234,11 +234,28 @@ def test_what_cannot_start_says_why_in_one_line(checkpoint: Path, changes: dict[
         assert one.process.wait(timeout=20) == 1
 
 
+@pytest.mark.parametrize("error", ["RuntimeError('no\\nevaluation')", "SystemExit('no evaluation')"])
+def test_whatever_fails_while_a_model_is_loaded_is_told(tmp_path: Path, error: str) -> None:
+    module = tmp_path / "broken.py"
+    file, _, name = EXAMPLE.rpartition(":")
+    module.write_text(
+        Path(file).read_text(encoding="utf-8")
+        + f"\n\nclass Broken({name}):\n    def eval(self):\n        raise {error}\n",
+        encoding="utf-8",
+    )
+    with engine(checkpoint=custom_checkpoint(tmp_path), module=f"{module}:Broken") as one:
+        answer = one.receive()
+        assert isinstance(answer, StartFailed)
+        expected = f"the model cannot be loaded: {error.partition('(')[0]}: no evaluation; the log has the traceback"
+        assert answer.message == expected
+        assert one.process.wait(timeout=20) == 1
+
+
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="asks Linux for parents")
 def test_engine_dies_with_its_frontend_even_in_the_middle_of_a_step(checkpoint: Path) -> None:
     script = f"""
 import socket, subprocess, sys, time
-from pellucid_server.engine.messages import frame
+from pellucid_server.engine.framing import frame
 from pellucid_testing.stepping import configure
 from pathlib import Path
 ours, theirs = socket.socketpair()

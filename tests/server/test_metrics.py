@@ -79,6 +79,7 @@ def test_counters_survive_an_engine_restart() -> None:
     def step(preemptions: int, prefill: int, queried: int = 0, hit: int = 0) -> None:
         totals = {"preemptions_total": preemptions}
         totals |= {"prefix_queried_tokens_total": queried, "prefix_hit_tokens_total": hit}
+        totals |= {"drafted_tokens_total": 3 * queried, "accepted_tokens_total": 2 * hit}
         engine.step(stats(used_blocks=3, cached_blocks=1, free_blocks=8, prefill_tokens_total=prefill, **totals), 1.0)
 
     def total(name: str) -> float | None:
@@ -93,6 +94,7 @@ def test_counters_survive_an_engine_restart() -> None:
     step(1, 4, queried=2, hit=1)
     assert (total("preemptions"), total("prefill_tokens")) == (4, 19)
     assert (total("prefix_cache_queried_tokens"), total("prefix_cache_hit_tokens")) == (10, 5)
+    assert (total("drafted_tokens"), total("accepted_tokens")) == (30, 10)
     blocks = [{"model_name": "m", "state": state} for state in ("used", "cached", "free")]
     assert [registry.get_sample_value("pellucid_kv_cache_blocks", labels) for labels in blocks] == [3, 1, 8]
     assert registry.get_sample_value("pellucid_kv_cache_usage_ratio", {"model_name": "m"}) == 0.25

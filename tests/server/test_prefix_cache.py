@@ -15,7 +15,7 @@ import torch
 from pellucid_server.engine.messages import LogprobWish, Submit
 from pellucid_server.kv.window import FULL, ContextWindow
 from pellucid_testing.checkpoints import tiny_checkpoint, tiny_config
-from pellucid_testing.stepping import Stepper, submission
+from pellucid_testing.stepping import Stepper, poison, submission
 
 CONTEXT, BLOCK, VOCAB = 48, 4, tiny_config().vocab_size
 MODELS: dict[str, dict[str, Any]] = {
@@ -39,12 +39,13 @@ CASES = [
 ]
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+@pytest.fixture(scope="module", params=[("float32", "int8"), ("bfloat16", "auto")])
 def steppers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Stepper]:
     made = {}
+    dtype, kv_dtype = request.param
     for kind, shape in MODELS.items():
         folder = tiny_checkpoint(tmp_path_factory.mktemp("prefix"), tiny_config(context_length=CONTEXT, **shape))
-        made[kind] = Stepper.of(folder, dtype=request.param, kv_block_size=BLOCK, max_step_tokens=32)
+        made[kind] = Stepper.of(folder, dtype=dtype, kv_dtype=kv_dtype, kv_block_size=BLOCK, max_step_tokens=32)
     return made
 
 
@@ -197,8 +198,7 @@ def test_non_finite_logits_leave_nothing_in_the_cache(tmp_path: Path) -> None:
     good = [ask(prompt_of(13, seed=key), 9, key) for key in range(3)]
     alone = {request.key: answer(stepper.run(request), request.key) for request in good}
     bad = next(token for token in range(VOCAB) if all(token not in [*one.prompt, *alone[one.key][0]] for one in good))
-    with torch.no_grad():
-        stepper.loaded.runner._model.embedding.weight[bad] = float("nan")  # type: ignore[attr-defined]
+    poison(stepper, bad)
     poisoned = ask([*good[0].prompt[:9], bad, 1, 2, 3, 4, 5], 9, 7)
     stepper.run(poisoned, blocks=16)
     for _ in range(2):

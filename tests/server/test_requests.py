@@ -414,6 +414,24 @@ async def test_preemptions_add_up_over_engines() -> None:
     assert request.first_scheduled_at == 1.0
 
 
+async def test_a_step_may_bring_several_tokens() -> None:
+    """Drafts that came true: the tokens of a step have no gap between them, and none counts behind a stop string."""
+    bench = Bench()
+    request = bench.start(stops=("cd",))
+    ids = TOKENIZER.encode("abcde", add_special_tokens=False)
+    bench.step(Progress(request.key, ids[0], None, 1.0, 0))
+    ended = Finished("max_new_tokens")
+    bench.step(*(Progress(request.key, token, ended if token == ids[-1] else None, 1.0, 0) for token in ids[1:]))
+    assert request.sequences[0].generated == ids[:4]
+    assert request.end is not None
+    assert request.end.reason == "stop_string"
+    assert bench.engine.aborted == [request.key]
+    (output,) = request.outbox.take().outputs.values()
+    assert (output.token_ids, output.text, output.token_count) == (ids[:4], "ab", 4)
+    name = "pellucid_inter_token_latency_seconds_count"
+    assert bench.metrics.registry.get_sample_value(name, {"model_name": "m"}) == 1
+
+
 async def test_refusals_after_admission_are_rejections_not_ends() -> None:
     bench = Bench()
     request = bench.admit()

@@ -55,10 +55,11 @@ def test_chunked_prefill_and_paged_decode_equal_the_float64_reference(
     assert torch.equal(*runs), "the size of prefill chunks changes bits"
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+@pytest.fixture(scope="module", params=[("float32", "auto"), ("bfloat16", "int8")])
 def stepper(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Stepper:
     folder = tiny_checkpoint(tmp_path_factory.mktemp("rotary"), tiny_config(norm="rmsnorm", activation="swiglu"))
-    return Stepper.of(folder, dtype=request.param, max_step_tokens=48, kv_cache_memory=2**21)
+    dtype, kv_dtype = request.param
+    return Stepper.of(folder, dtype=dtype, kv_dtype=kv_dtype, max_step_tokens=48, kv_cache_memory=2**20)
 
 
 def lone(stepper: Stepper, request: Any) -> tuple[list[int], torch.Tensor]:

@@ -112,12 +112,16 @@ class StreamBase:
             self._usage = Usage.from_message(message.usage)
         if message.HasField("timings"):
             self._timings = Timings.from_message(message.timings)
-        for chunk in map(Chunk.from_message, message.outputs):
+        for output in message.outputs:
+            chunk = Chunk.from_message(output)
             self._sum(chunk.index).add(chunk)
             self._chunks.append(chunk)
 
     def _sum(self, index: int) -> _Sum:
-        return self._outputs.setdefault(index, _Sum())
+        found = self._outputs.get(index)
+        if found is None:
+            found = self._outputs[index] = _Sum()
+        return found
 
     def _completion(self) -> Completion:
         """The whole answer, once the stream has ended. Raises InternalError where its end is missing."""

@@ -233,7 +233,7 @@ class Chunk:
             token_ids=tuple(message.token_ids),
             finish=Finish.from_message(message.finish) if message.HasField("finish") else None,
             index=message.sequence_index,
-            logprobs=_logprobs(message.logprobs),
+            logprobs=_logprobs(message.logprobs) if message.logprobs else (),
         )
 
 

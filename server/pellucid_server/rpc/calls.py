@@ -59,7 +59,8 @@ class Call:
     async def send(self, message: Message) -> None:
         """Writes one message of a stream, the response headers before the first: from then on no retry is automatic."""
         raw = _serialized(message)
-        await self._begin()
+        if not self._began:
+            await self._begin()
         await self._context.write(raw)
 
     async def reply(self, message: Message) -> bytes:
@@ -74,9 +75,8 @@ class Call:
         await self._context.abort(status_code(error), error.message, trailers)
 
     async def _begin(self) -> None:
-        if not self._began:
-            self._began = True
-            await self._context.send_initial_metadata(self._headers())
+        self._began = True
+        await self._context.send_initial_metadata(self._headers())
 
     def _headers(self) -> tuple[tuple[str, str], ...]:
         # Header values are printable ASCII; other characters of an id are percent-encoded.

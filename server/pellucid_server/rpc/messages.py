@@ -88,18 +88,22 @@ def add_prompt_logprobs(info: inference_pb2.PromptInfo, request: LiveRequest, mo
 
 def delta(batch: Batch, model: ServedModel) -> inference_pb2.GenerateResponse:
     """A message with new output."""
-    news = {index: output for index, output in batch.outputs.items() if output.has_content or output.end is not None}
-    outputs = [_output(index, output, model) for index, output in sorted((news or batch.outputs).items())]
-    return inference_pb2.GenerateResponse(outputs=outputs)
+    outputs = batch.outputs
+    if len(outputs) > 1:
+        news = {index: output for index, output in outputs.items() if output.has_content or output.end is not None}
+        outputs = dict(sorted((news or outputs).items()))
+    response = inference_pb2.GenerateResponse()
+    for index, output in outputs.items():
+        _fill(response.outputs.add(), index, output, model)
+    return response
 
 
-def _output(index: int, output: Output, model: ServedModel) -> inference_pb2.OutputDelta:
-    message = inference_pb2.OutputDelta(
-        sequence_index=index,
-        text=output.text,
-        token_ids=output.token_ids,
-        logprobs=[token_logprob(entry, model) for entry in output.logprobs],
-    )
+def _fill(message: inference_pb2.OutputDelta, index: int, output: Output, model: ServedModel) -> None:
+    message.sequence_index = index
+    message.text = output.text
+    message.token_ids.extend(output.token_ids)
+    if output.logprobs:
+        message.logprobs.extend(token_logprob(entry, model) for entry in output.logprobs)
     if output.end is not None:
         finish = message.finish
         finish.reason = _FINISH_REASONS[output.end.reason]
@@ -108,7 +112,6 @@ def _output(index: int, output: Output, model: ServedModel) -> inference_pb2.Out
             finish.matched_token_id = output.end.matched_token_id
         if output.end.matched_stop_string is not None:
             finish.matched_stop_string = output.end.matched_stop_string
-    return message
 
 
 def token_logprob(entry: TokenLogprob, model: ServedModel) -> inference_pb2.TokenLogprob:

@@ -13,7 +13,7 @@ from google.protobuf.duration_pb2 import Duration
 
 from pellucid.v1 import inference_pb2
 from pellucid_server.chat import Message
-from pellucid_server.delivery import DeliveryRules
+from pellucid_server.delivery import MESSAGE_GAP, DeliveryRules
 from pellucid_server.errors import ModelNotFound
 from pellucid_server.options import Integer
 from pellucid_server.planning import ContextWish, Wishes, check_room
@@ -197,13 +197,15 @@ def _delivery_rules(violations: Violations, given: inference_pb2.OutputOptions) 
     if given.delivery_mode not in _DELIVERY_MODES:
         accepts = "DELIVERY_MODE_INCREMENTAL (1) or DELIVERY_MODE_FINAL (2)"
         violations.unsupported("output.delivery_mode", f"{given.delivery_mode} is not accepted; accepted: {accepts}")
-    min_tokens = given.min_tokens_per_message if given.HasField("min_tokens_per_message") else 1
+    has_min_tokens = given.HasField("min_tokens_per_message")
+    min_tokens = given.min_tokens_per_message if has_min_tokens else 1
     violations.check("output.min_tokens_per_message", min_tokens, MIN_TOKENS_PER_MESSAGE)
     return DeliveryRules(
         final_only=given.delivery_mode == inference_pb2.DELIVERY_MODE_FINAL,
         min_tokens=min_tokens,
         with_text=not given.omit_text,
         with_token_ids=not given.omit_token_ids,
+        gap=0.0 if has_min_tokens else MESSAGE_GAP,
     )
 
 

@@ -30,20 +30,22 @@ class IncrementalDetokenizer:
     def __init__(self, tokenizer: Vocabulary, keep_special_tokens: bool = False) -> None:
         self._token_bytes = tokenizer.token_bytes
         self._dropped_ids: frozenset[int] = frozenset() if keep_special_tokens else tokenizer.special_ids
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._held = b""
+        """The beginning of a character."""
 
     def push(self, token_id: int) -> str:
         """The characters that this token completes, perhaps none."""
         if token_id in self._dropped_ids:
             return ""
-        text = self._decoder.decode(self._token_bytes(token_id))
-        return text + self.flush() if self._waits_for_a_surrogate() else text
+        data = self._held + self._token_bytes(token_id)
+        text, length = codecs.utf_8_decode(data, "replace", False)
+        self._held = data[length:]
+        # These can only become a surrogate, which is no character. Python's decoder would wait.
+        if len(self._held) == 2 and self._held[0] == 0xED and self._held[1] >= 0xA0:
+            return text + self.flush()
+        return text
 
     def flush(self) -> str:
         """What an unfinished character becomes at the end: U+FFFD, or nothing."""
-        return self._decoder.decode(b"", final=True)
-
-    def _waits_for_a_surrogate(self) -> bool:
-        """Whether the bytes held can only become a surrogate, which is no character. Python's decoder would wait."""
-        held, _ = self._decoder.getstate()
-        return len(held) == 2 and held[0] == 0xED and held[1] >= 0xA0
+        held, self._held = self._held, b""
+        return held.decode("utf-8", "replace")

@@ -9,14 +9,13 @@ An id that ended the output (EOS or a stop token id) adds no text: it is not pus
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from pellucid_server.text.detokenizer import IncrementalDetokenizer, Vocabulary
 from pellucid_server.text.stop import StopMatcher
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
+class Delta(NamedTuple):
     """Text that one token lets out, perhaps none, and the stop string that it completed."""
 
     text: str
