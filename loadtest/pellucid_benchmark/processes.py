@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from typing import Any
 WORKERS = Path(__file__).with_name("workers")
 START_SECONDS = 600.0
 RUN_SECONDS = 300.0
+QUIET = 0.07
+"""Share of the processors that others may take during a run that counts."""
 _TICK = os.sysconf("SC_CLK_TCK")
 
 
@@ -38,7 +41,11 @@ class Worker:
                 start_new_session=True,
                 env=os.environ | {"PYTHONPATH": "", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"},
             )
-        self.about: dict[str, Any] = self._read(START_SECONDS)["ready"]
+        try:
+            self.about: dict[str, Any] = self._read(START_SECONDS)["ready"]
+        except WorkerError:
+            self.close()
+            raise
 
     @property
     def pid(self) -> int:
@@ -48,54 +55,48 @@ class Worker:
         """Raises WorkerError."""
         if self._process.stdin is None:
             raise WorkerError("the worker has no standard input")
-        self._process.stdin.write(json.dumps(request).encode() + b"\n")
-        self._process.stdin.flush()
+        with contextlib.suppress(BrokenPipeError):  # It is dead then, and reading says so.
+            self._process.stdin.write(json.dumps(request).encode() + b"\n")
+            self._process.stdin.flush()
         return self._read(RUN_SECONDS)
 
     def sleep(self) -> None:
-        os.killpg(self.pid, signal.SIGSTOP)
+        self._signal(signal.SIGSTOP)
 
     def wake(self) -> None:
-        os.killpg(self.pid, signal.SIGCONT)
+        self._signal(signal.SIGCONT)
 
     def close(self) -> None:
+        self._signal(signal.SIGKILL)
+        with contextlib.suppress(BrokenPipeError), self._process:
+            pass
+
+    def _signal(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
-        self._process.wait()
+            os.killpg(self.pid, number)
 
     def _read(self, seconds: float) -> dict[str, Any]:
-        """The next line of the worker, which is killed where it takes longer."""
-        killer = _Alarm(seconds, self.pid)
-        with killer:
-            line = self._process.stdout.readline() if self._process.stdout else b""
+        """The next answer of the worker, which is killed where it takes longer. Other lines are an engine's own."""
+        rang = threading.Event()
+
+        def kill() -> None:
+            rang.set()
+            self._signal(signal.SIGKILL)
+
+        alarm = threading.Timer(seconds, kill)
+        alarm.start()
+        try:
+            line = next((each for each in self._process.stdout or () if each.startswith(b"{")), b"")
+        finally:
+            alarm.cancel()
         if not line:
             self._process.wait()
-            why = "took too long" if killer.rang else f"ended with code {self._process.returncode}"
+            why = "took too long" if rang.is_set() else f"ended with code {self._process.returncode}"
             raise WorkerError(f"worker {why}; its output is in {self._log}")
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
             raise WorkerError(answer["error"])
         return answer
-
-
-class _Alarm:
-    """Kills a process group after a while, unless the block ends before."""
-
-    def __init__(self, seconds: float, pid: int) -> None:
-        self._seconds, self._pid = seconds, pid
-        self.rang = False
-
-    def __enter__(self) -> None:
-        signal.signal(signal.SIGALRM, self._ring)
-        signal.setitimer(signal.ITIMER_REAL, self._seconds)
-
-    def __exit__(self, *_: object) -> None:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-
-    def _ring(self, number: int, frame: object) -> None:
-        self.rang = True
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._pid, signal.SIGKILL)
 
 
 @dataclass
@@ -106,6 +107,15 @@ class Load:
     """The processes that were measured."""
     foreign: float = 0.0
     """Everything else, time stolen by other virtual machines included."""
+
+    @property
+    def quiet(self) -> bool:
+        return self.foreign <= QUIET
+
+    @property
+    def remark(self) -> str:
+        """Behind the line of a run."""
+        return "" if self.quiet else f"   noisy: others took {100 * self.foreign:.0f} %"
 
 
 @contextlib.contextmanager

@@ -48,6 +48,7 @@ class Answer:
     """How the first output begins."""
 
 
+LONG_CONTEXT = 2048
 SCENARIOS = (
     Scenario("single", "decode", 1, 128, 128),
     Scenario("streams-8", "throughput", 8, 128, 64),
@@ -55,7 +56,7 @@ SCENARIOS = (
     Scenario("prefill-512", "prefill", 1, 512, 1),
     Scenario("prefill-1900", "prefill", 1, 1900, 1),
 )
-"""Those of a model with a context of 2,048 tokens or more."""
+"""Those of a model with a context of LONG_CONTEXT or more."""
 
 SHORT_SCENARIOS = (
     Scenario("single", "decode", 1, 100, 128),
@@ -66,4 +67,4 @@ SHORT_SCENARIOS = (
 
 
 def scenarios_for(context_tokens: int) -> tuple[Scenario, ...]:
-    return SCENARIOS if context_tokens >= 2048 else SHORT_SCENARIOS
+    return SCENARIOS if context_tokens >= LONG_CONTEXT else SHORT_SCENARIOS

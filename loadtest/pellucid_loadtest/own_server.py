@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,13 +23,18 @@ class StartError(Exception):
 class OwnServer:
     address: str
     pid: int
+    metrics: str
+    """Where its metrics are; "off": nowhere."""
+    start_seconds: float
+    """From the command to the first request that would be taken."""
 
 
 @contextlib.contextmanager
-def own_server(arguments: Sequence[str]) -> Iterator[OwnServer]:
+def own_server(arguments: Sequence[str], *, metrics: bool = False) -> Iterator[OwnServer]:
     """`pellucid serve` with these arguments, once it is ready; it is stopped with the block. Raises StartError."""
-    command = [sys.executable, "-m", "pellucid_client.cli", "serve", *arguments]
-    command += ["--listen", "127.0.0.1:0", "--metrics-listen", "off", "--log-format", "json"]
+    command = [sys.executable, "-m", "pellucid_client.cli", "serve", *arguments, "--log-format", "json"]
+    command += ["--listen", "127.0.0.1:0", "--metrics-listen", "127.0.0.1:0" if metrics else "off"]
+    began = time.monotonic()
     # A session of its own: Ctrl-C is for the load, which then ends the run and reports.
     process = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True, text=True, encoding="utf-8"
@@ -38,9 +44,10 @@ def own_server(arguments: Sequence[str]) -> Iterator[OwnServer]:
             if process.stderr is None:
                 raise StartError("its log was not piped")
             events = _events(process.stderr)
-            address = _address(events)
+            serving = _serving(events)
+            seconds = time.monotonic() - began
             threading.Thread(target=_show_problems, args=(events,), daemon=True).start()
-            yield OwnServer(address, process.pid)
+            yield OwnServer(str(serving["grpc"]), process.pid, str(serving["metrics"]), seconds)
         finally:
             process.terminate()
             try:
@@ -59,11 +66,12 @@ def _events(log: Iterable[str]) -> Iterator[dict[str, Any]]:
         yield event if isinstance(event, dict) else {"level": "error", "message": line.strip()}
 
 
-def _address(events: Iterator[dict[str, Any]]) -> str:
+def _serving(events: Iterator[dict[str, Any]]) -> dict[str, Any]:
+    """The event that says it is ready."""
     last = "it said nothing"
     for event in events:
         if event["message"] == "serving":
-            return str(event["grpc"])
+            return event
         last = str(event["message"]) or last
     raise StartError(last)
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pellucid_server.engine.messages import Progress
-from pellucid_server.engine.scheduler import Scheduler
+from pellucid_server.engine.scheduler import ROWS_BESIDE_SHORT, Scheduler
 from pellucid_server.engine.sequence import AGEING_SECONDS, Sampled
 from pellucid_server.kv.blocks import BlockPool
 from pellucid_testing.scheduling import EOS, STOP, Run, run_all, submit
@@ -47,6 +47,23 @@ def test_preempted_by_need_and_resumed_with_the_same_output() -> None:
     for request in requests:
         alone = run_all([request], blocks=8, block_size=4, max_running=1, budget=64)
         assert run.outputs[request.key] == alone.outputs[request.key]
+
+
+def test_long_prompts_hold_back_in_the_step_of_a_short_one() -> None:
+    scheduler = Scheduler(BlockPool(100, 16), max_running=4, max_step_tokens=128)
+
+    def step() -> list[tuple[int, int, bool]]:
+        step = scheduler.schedule(0.0)
+        scheduler.complete(step, [[Sampled(1)] for chunk in step.chunks if chunk.samples])
+        return [(chunk.sequence.request.key, chunk.count, chunk.samples) for chunk in step.chunks]
+
+    scheduler.submit(submit(1, 500, 4))
+    assert step() == [(1, 128, False)]
+    scheduler.submit(submit(2, 16, 1))
+    assert step() == [(1, ROWS_BESIDE_SHORT, False), (2, 16, True)]
+    assert step() == [(1, 128, False)]
+    scheduler.submit(submit(3, 200, 1))  # not short: it has its share, and the first one the rest
+    assert step() == [(1, 96, False), (3, 32, False)]
 
 
 def test_every_decode_moves_while_a_long_prompt_is_prefilled() -> None:

@@ -7,14 +7,16 @@ Sequences are ranked by the time of their arrival, put forward by ten seconds fo
 changes, and it decides everything: the best-ranked sequence always moves, so each one gets to its end.
 
 Order of a step's side effects: expired sequences end; windows move; running sequences get tokens and blocks, decodes
-first, then prompts in the order of rank, each leaving a small share of the budget to those behind it, so that a long
-prompt holds nobody up; where blocks run out the running sequence with the worst rank gives all of its own back and
-waits again (what it computed may still be in the cache then); then waiting sequences are admitted in the order of rank.
+first, then prompts in the order of rank, each leaving a small share of the budget to those behind it, and long ones
+holding back while a short one is there, so that they hold nobody up; where blocks run out the running sequence with the
+worst rank gives all of its own back and waits again (what it computed may still be in the cache then); then waiting
+sequences are admitted in the order of rank.
 A waiting sequence of higher priority takes the place of running ones of lower priority and worse rank.
 """
 
 from __future__ import annotations
 
+import itertools
 from bisect import insort
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,6 +32,9 @@ from pellucid_server.kv.blocks import BlockPool
 
 QUANTUM_SHARE = 4
 """A quarter of what decodes leave of the budget is kept for prompts behind the first one, in equal parts."""
+ROWS_BESIDE_SHORT = 32
+"""The most that a longer prompt gets in a step that a short one could be through with, so that the short one's first
+token does not wait for its rows."""
 
 
 @dataclass(slots=True)
@@ -131,12 +136,11 @@ class Scheduler:
             self._plan(sequence, plan, plan.budget)
         behind = len(prefills) + self._newcomers()
         quantum = max(1, plan.budget // QUANTUM_SHARE // max(1, behind - 1))
-        for sequence in prefills:
+        longest = ROWS_BESIDE_SHORT if self._has_short(prefills, behind - len(prefills), quantum) else plan.budget
+        for sequence in itertools.chain(prefills, self._admitted(plan)):
             behind -= 1
-            self._plan(sequence, plan, max(1, plan.budget - quantum * behind))
-        for sequence in self._admitted(plan):
-            behind -= 1
-            self._plan(sequence, plan, max(1, plan.budget - quantum * max(0, behind)))
+            most = max(1, plan.budget - quantum * max(0, behind))
+            self._plan(sequence, plan, most if sequence.pending <= quantum else min(most, longest))
         for chunk in plan.chunks.values():
             if chunk.sequence.first_scheduled_at is None:
                 chunk.sequence.first_scheduled_at = now
@@ -223,6 +227,13 @@ class Scheduler:
         places = min(len(self.waiting), self.max_running - len(self.running))
         sequence = self._next_waiting() if places > 0 else None
         return places if sequence is not None and self._fits(sequence, self._find_start(sequence)) else 0
+
+    def _has_short(self, prefills: Sequence[SequenceState], newcomers: int, tokens: int) -> bool:
+        """Whether a prompt, running or the next to join, has no more than so many tokens left to compute."""
+        first = self._next_waiting() if newcomers else None
+        if first is not None and first.view_length - self._find_start(first).computed <= tokens:
+            return True
+        return any(sequence.pending <= tokens for sequence in prefills)
 
     def _next_waiting(self) -> SequenceState | None:
         """The best-ranked sequence that need not wait for another of its group to compute their common prompt."""
