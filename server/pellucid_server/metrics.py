@@ -203,7 +203,7 @@ class EngineMetrics:
         for place, state in enumerate(("used", "cached", "free")):
             blocks.labels(model, state).set_function(partial(self._block_count, place))
         usage = _gauge(registry, model, "kv_cache_usage_ratio", "Used share of the KV blocks, 0 to 1")
-        usage.set_function(lambda: self._blocks()[0] / max(1, sum(self._blocks())))
+        usage.set_function(self._usage)
         last_step = _gauge(
             registry, model, "engine_last_step_timestamp_seconds", "Unix time of the last message from the engine"
         )
@@ -213,6 +213,10 @@ class EngineMetrics:
 
     def _block_count(self, place: int) -> int:
         return self._blocks()[place]
+
+    def _usage(self) -> float:
+        blocks = self._blocks()  # once: the engine may go down between two looks
+        return blocks[0] / max(1, sum(blocks))
 
     def _total(self, place: int) -> int:
         return self._seen.totals()[place]

@@ -88,6 +88,18 @@ async def test_a_writer_wakes_once_a_message_is_due_and_not_before() -> None:
     await waiting
 
 
+async def test_tokens_wait_while_the_gap_lasts() -> None:
+    outbox = Outbox(DeliveryRules(gap=600.0))
+    outbox.add(1, "a")
+    outbox.take()
+    outbox.add(2, "b")
+    waiting = asyncio.create_task(outbox.wait())
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert not waiting.done()
+    waiting.cancel()
+
+
 async def test_tokens_gather_until_the_gap_is_over() -> None:
     outbox = Outbox(DeliveryRules(gap=0.01))
     outbox.add(1, "a")

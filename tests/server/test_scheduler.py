@@ -66,6 +66,17 @@ def test_long_prompts_hold_back_in_the_step_of_a_short_one() -> None:
     assert step() == [(1, 96, False), (3, 32, False)]
 
 
+def test_long_prompts_hold_back_in_every_other_step_at_most() -> None:
+    scheduler, counts = Scheduler(BlockPool(100, 16), max_running=4, max_step_tokens=128), []
+    scheduler.submit(submit(1, 600, 1))
+    for key in range(2, 8):
+        scheduler.submit(submit(key, 16, 1))
+        step = scheduler.schedule(0.0)
+        scheduler.complete(step, [[Sampled(1)] for chunk in step.chunks if chunk.samples])
+        counts += [chunk.count for chunk in step.chunks if chunk.sequence.request.key == 1]
+    assert counts == [96, ROWS_BESIDE_SHORT] * 3
+
+
 def test_every_decode_moves_while_a_long_prompt_is_prefilled() -> None:
     run = Run.of(400, 4, max_running=4, budget=16)
     run.scheduler.submit(submit(1, 3, 500, eos_ids=[], stop_ids=[]))

@@ -34,7 +34,7 @@ QUANTUM_SHARE = 4
 """A quarter of what decodes leave of the budget is kept for prompts behind the first one, in equal parts."""
 ROWS_BESIDE_SHORT = 32
 """The most that a longer prompt gets in a step that a short one could be through with, so that the short one's first
-token does not wait for its rows."""
+token does not wait for its rows. At most every other step is like that: short ones without end do not stop it."""
 
 
 @dataclass(slots=True)
@@ -88,6 +88,8 @@ class Scheduler:
         self.waiting: list[SequenceState] = []
         """In the order of rank; the next to be admitted is the last, so that taking it is cheap."""
         self.preemptions = 0
+        self._held_back = False
+        """Whether long prompts made way for a short one in the last step."""
         self.speculation = Speculation(draft_tokens)
         self._by_key: dict[int, SequenceState] = {}
         self._groups = Groups()
@@ -136,7 +138,8 @@ class Scheduler:
             self._plan(sequence, plan, plan.budget)
         behind = len(prefills) + self._newcomers()
         quantum = max(1, plan.budget // QUANTUM_SHARE // max(1, behind - 1))
-        longest = ROWS_BESIDE_SHORT if self._has_short(prefills, behind - len(prefills), quantum) else plan.budget
+        self._held_back = not self._held_back and self._has_short(prefills, behind - len(prefills), quantum)
+        longest = ROWS_BESIDE_SHORT if self._held_back else plan.budget
         for sequence in itertools.chain(prefills, self._admitted(plan)):
             behind -= 1
             most = max(1, plan.budget - quantum * max(0, behind))

@@ -28,6 +28,8 @@ SHORTEST_MATCH, LONGEST_MATCH = 2, 8
 """Tokens that a guess goes by; longer matches count as the longest."""
 CANDIDATES = 4
 """Earlier places that are looked at for a guess, the latest first."""
+MOST_DRAFTED = 64
+"""Drafted tokens in a step: each needs a row of logits, for which nobody has set memory aside."""
 ROWS_OF_A_STEP = 8
 """A step without rows would take about as long as so many rows add to it (docs/speculative-decoding.md)."""
 FIRST_TRUST = (0.3, 0.45, 0.6, 0.7, 0.75, 0.8, 0.85)
@@ -140,6 +142,7 @@ class Speculation:
         """Give drafts to the chunks that sample, of at most `budget` tokens in all, and allocate their blocks."""
         if self._most == 0:
             return list(chunks)
+        budget = min(budget, MOST_DRAFTED)
         rows = sum(chunk.count for chunk in chunks)
         price = rows / (rows + ROWS_OF_A_STEP)
         extended = []

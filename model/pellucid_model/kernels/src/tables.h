@@ -9,7 +9,7 @@
 namespace pellucid {
 namespace {
 
-// Mirrors fused.py's TABLE_FORMATS.
+// Mirrors native.py's TABLE_FORMATS.
 enum TableFormat : int32_t { kFloat32Rows, kBfloat16Rows, kFloat32Panels, kBfloat16Panels };
 
 constexpr int64_t kPanelRows = 32;
