@@ -93,8 +93,11 @@ def _measure_engines(
     result = measure(engines, limits, scenarios, options.rounds, _say)
     long = model.context >= LONG_CONTEXT and UNDER_LOAD in options.only
     result["under_load"] = measure_under_load(engines, options.rounds, _say) if long else {}
+    most = max((each.streams * (each.prompt_tokens + each.new_tokens) for each in scenarios), default=0)
     result["memory"] = {
-        engine.label: memory_of(engine.server, engine.costs) for engine in engines if engine.server and engine.costs
+        engine.label: memory_of(engine.server, engine.costs, most)
+        for engine in engines
+        if engine.server and engine.costs
     }
     result["engines"] = {engine.label: engine.worker.about["version"] for engine in engines}
     return result

@@ -26,7 +26,9 @@ class PellucidServer:
         if precision not in PRECISIONS:
             raise WorkerError(f"pellucid:{precision}: the precision must be one of {', '.join(PRECISIONS)}")
         self._running = contextlib.ExitStack()
-        arguments = [str(folder), *PRECISIONS[precision], "--threads", str(threads), *options]
+        # Peers keep no prompts either; and a cache that only fills takes new memory in every run.
+        fixed = ("--threads", str(threads), "--prefix-cache", "off")
+        arguments = [str(folder), *PRECISIONS[precision], *fixed, *options]
         try:
             server = self._running.enter_context(own_server(arguments, metrics=True))
         except StartError as error:

@@ -122,7 +122,9 @@ class Settings:
     )
     max_running: int = _setting(32, Integer(1, 4096), "requests that run at once")
     max_queue: int = _setting(256, Integer(0, 100_000), "requests that wait beside them; one more is refused")
-    max_step_tokens: int = _setting(512, Integer(1, 2**20), "tokens that one step computes at the most")
+    max_step_tokens: int = _setting(
+        512, Integer(1, 2**20), "tokens that one step computes at the most; not below --max-running"
+    )
     threads: int = _setting(
         0, Integer(1, 1024, auto=True), "threads of the engine; auto: the cores it may use", default_text="auto"
     )
@@ -231,6 +233,7 @@ def load_settings(argv: Sequence[str], environ: Mapping[str, str] | None = None)
             f"max-new-tokens-limit = {settings.max_new_tokens_limit}; lower the first or raise the second"
         )
     _check_tls(settings)
+    _check_step(settings)
     return settings
 
 
@@ -260,6 +263,13 @@ def _check_tls(settings: Settings) -> None:
         raise SettingsError(f"{given} = {certificate or key!r} needs {missing} too")
     if settings.tls_client_ca is not None and certificate is None:
         raise SettingsError(f"tls-client-ca = {settings.tls_client_ca!r} needs tls-certificate and tls-key too")
+
+
+def _check_step(settings: Settings) -> None:
+    """Raises SettingsError where a step could not take every request that runs one token further."""
+    most, running = settings.max_step_tokens, settings.max_running
+    if most < running:
+        raise SettingsError(f"max-step-tokens = {most} is not accepted; accepted: from max-running = {running} on")
 
 
 def _fields() -> dict[str, dataclasses.Field[Any]]:

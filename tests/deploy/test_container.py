@@ -113,7 +113,11 @@ class Container:
 
     def ended(self, send: signal.Signals | None, seconds: float) -> tuple[int, float]:
         """Sends a signal to PID 1, if any; returns the exit code and how long PID 1 went on."""
-        process = os.pidfd_open(self.pid)
+        try:
+            process = os.pidfd_open(self.pid)
+        except ProcessLookupError:  # before it could be watched
+            assert send is None, self.log()
+            return int(podman("wait", self.id)), 0.0
         try:
             start = time.monotonic()
             if send is not None:

@@ -66,6 +66,15 @@ def test_same_function_in_float32(kernels: Kernels) -> None:
     torch.testing.assert_close(model(x).double(), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("activation", [nn.ReLU, nn.SiLU])
+def test_activations_in_place_change_what_they_are_given(kernels: Kernels, activation: type[nn.Module]) -> None:
+    model, x = nn.Sequential(activation(inplace=True)), torch.randn(3, 8)
+    expected = activation()(x)
+    accelerate(model, kernels, "float32")
+    assert model(x) is x
+    torch.testing.assert_close(x, expected)
+
+
 def test_bfloat16_weights(kernels: Kernels) -> None:
     linear = nn.Linear(33, 40)
     model = nn.Sequential(linear)

@@ -234,6 +234,27 @@ def test_nothing_moves_past_what_it_depends_on(fused: bool) -> None:
     assert_same(Rewritten(), [(4, 8)], "float32", fused=fused)
 
 
+class NormedResidual(Odd):
+    """Norms that a layer adds to what it makes of something else, or of the norm itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm2, self.norm3, self.square = nn.RMSNorm(24), nn.LayerNorm(24), nn.Linear(24, 24)
+
+    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        x = self.embedding(tokens)
+        q, k, v = self.qkv(self.norm(x)).view(-1, 3, 4, 8).unbind(1)
+        y = self.norm2(x) + self.out(attend(0, q, k, v).flatten(1))
+        n = self.norm3(y)
+        return torch.cat((n + self.square(n), y), dim=1)
+
+
+@needs_kernels
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_norm_that_is_a_residual_stays_one(fused: bool) -> None:
+    assert_same(NormedResidual(), [(4, 8)], "float32", fused=fused)
+
+
 class Functional(Odd):
     """As a batch of one sequence, with functions in place of layers, and tables looked up by index."""
 
@@ -294,6 +315,11 @@ def assigned(x: Tensor) -> Tensor:
     return y
 
 
+def factor(x: Tensor) -> Tensor:
+    """Of the RMS norm."""
+    return torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+
 def in_layout_of_heads(model: Any, x: Tensor) -> Tensor:
     """[1, H, T, D], as attention has it elsewhere."""
     heads = x.view(1, -1, 3, 8).transpose(1, 2)
@@ -306,6 +332,7 @@ BETWEEN: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "functions": lambda m, x: x.sigmoid() * x.exp() + (x.abs() + 1).sqrt() - 1 / (2 + x.abs()),
     "constants first": lambda m, x: (1 - x) + (m.shift - x) + m.shift / (1 + x * x) - (-x),
     "limits": lambda m, x: x.clamp(-0.3, 0.4) + F.relu6(x) + x.clamp(min=0.1) + x.clamp(max=m.shift),
+    "limits by column": lambda m, x: torch.clamp(x[:, :1], min=m.shift) + torch.clamp(x[:, :1], max=m.shift),
     "powers": lambda m, x: x**3 + x.pow(2) * 0.5 + x.square() + (1 + x * x) ** -0.5 + (1 + x * x) ** 0.5,
     "squared relu": lambda m, x: F.relu(x).square() * m.shift,
     "gelu by hand": lambda m, x: 0.5 * x * (1 + torch.tanh(0.7978845608 * (x + 0.044715 * x.pow(3)))),
@@ -316,6 +343,12 @@ BETWEEN: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "biased variance": lambda m, x: x / torch.sqrt(x.var(-1, keepdim=True, unbiased=False) + 1e-5),
     "rms of products": lambda m, x: m.gain * (x * torch.rsqrt((x * x).mean(-1, keepdim=True) + 1e-6)),
     "half a norm": lambda m, x: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1) + x.pow(2).mean(-1, keepdim=True),
+    "norm by half the squares": lambda m, x: x * torch.rsqrt((x**2)[:, :12].mean(-1, keepdim=True) + 1e-6),
+    "norm by some squares": lambda m, x: x / ((x * x)[..., ::2].mean(-1, keepdim=True) + 1e-6).sqrt(),
+    "norm by a head's factor": lambda m, x: (x.view(-1, 3, 8) * factor(x.view(-1, 3, 8))[:, :1]).flatten(1),
+    "norm by one for all": lambda m, x: (x.view(-1, 3, 8) * factor(x.view(-1, 3, 8))[:, 1:2].expand(-1, 3, -1)).flatten(
+        1
+    ),
     "unit length": lambda m, x: F.normalize(x.view(-1, 3, 8), dim=-1).flatten(1),
     "sums": lambda m, x: x * x.view(-1, 3, 8).sum(1).amax(-1, keepdim=True) + x.view(-1, 3, 8).sum((1, 2))[:, None],
     "softmax": lambda m, x: x.view(-1, 3, 8).softmax(-1).flatten(1),
@@ -324,6 +357,9 @@ BETWEEN: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "turned pairs": lambda m, x: torch.stack((-x[:, 1::2], x[:, ::2]), dim=-1).flatten(1),
     "halves": lambda m, x: torch.cat((-x[:, 12:], x[:, :12]), dim=-1) * m.shift,
     "inner cat": lambda m, x: torch.cat((x.view(-1, 3, 8), x.view(-1, 3, 8)), dim=1)[:, 1:4].flatten(1),
+    "joined constants": lambda m, x: torch.cat((x[:, :20], torch.full((len(x), 4), -1)), dim=1),
+    "stacked constant": lambda m, x: torch.stack((x[:, 0], torch.full((len(x),), -1e4)), dim=1).repeat(1, 12) * x,
+    "sink logit": lambda m, x: torch.cat((x[:, :1], -m.shift[:1].abs().expand(len(x), 1)), 1).softmax(-1).repeat(1, 12),
     "padded": lambda m, x: F.pad(x.view(-1, 3, 8), (0, 2), value=1.5)[:, :, 2:].flatten(1),
     "repeated": lambda m, x: x.view(-1, 3, 8)[:, :1].repeat_interleave(3, dim=1).flatten(1),
     "expanded": lambda m, x: x.view(-1, 3, 8)[:, :1].expand(-1, 3, -1).reshape(-1, 24) + x.view(-1, 1, 24)[:, 0],
@@ -404,54 +440,46 @@ def test_more_rows_of_the_same_step() -> None:
     assert plan.run(replace(batch, sampled_rows=torch.empty(0, dtype=torch.int64))).shape == (0, sampled.shape[1])
 
 
+def shifted_in_place(x: Tensor) -> Tensor:
+    y = x.clone()
+    y[:, 1:] = y[:, :-1]
+    return y
+
+
+REFUSED: dict[str, Callable[[Any, Tensor, Tensor, Tensor], Tensor]] = {
+    "operator": lambda m, x, tokens, positions: torch.sin(x),
+    "value": lambda m, x, tokens, positions: x * 2 if x[0, 0] > 0 else x,
+    "rows": lambda m, x, tokens, positions: x * len(tokens),
+    "mix": lambda m, x, tokens, positions: x + x.sum(0),
+    "transposed": lambda m, x, tokens, positions: x.T.relu().sum(-1, keepdim=True) + x,
+    "positions": lambda m, x, tokens, positions: x + positions[:, None],
+    "first position": lambda m, x, tokens, positions: x * positions[0],
+    "joined positions": lambda m, x, tokens, positions: torch.cat((x[:, :47], positions[:, None]), dim=1),
+    "last position": lambda m, x, tokens, positions: m.embedding(positions[-1:].expand(len(positions))),
+    "position in a table": lambda m, x, tokens, positions: x + m.gain[positions[-1:].expand(len(positions))][:, None],
+    "list of positions": lambda m, x, tokens, positions: x * (1 + max(positions.tolist())),
+    "branch by a list": lambda m, x, tokens, positions: x * 2 if 3 in tokens.tolist() else x,
+    "array": lambda m, x, tokens, positions: x * float(x.detach().numpy().sum()),
+    "bytes": lambda m, x, tokens, positions: x * tokens.untyped_storage().tolist()[0],
+    "constant by row": lambda m, x, tokens, positions: torch.cat((x[:, :47], torch.arange(len(x))[:, None]), dim=1),
+    "overlap": lambda m, x, tokens, positions: shifted_in_place(x),
+    "power": lambda m, x, tokens, positions: x.pow(2.5),
+    "largest": lambda m, x, tokens, positions: torch.maximum(x, -x),
+    "rolled": lambda m, x, tokens, positions: x + x.roll(1, dims=0),
+    "summed": lambda m, x, tokens, positions: x + x.sum(),
+    "fails": lambda m, x, tokens, positions: x.view(1, 2, 3),
+}
+
+
 class Refused(Odd):
     """Odd, with one thing that cannot be recorded."""
 
     def __init__(self, what: str) -> None:
         super().__init__()
-        self.what = what
+        self.what = REFUSED[what]
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        x = super().forward(tokens, positions, attend)
-        match self.what:
-            case "operator":
-                return torch.sin(x)
-            case "value":
-                return x * 2 if x[0, 0] > 0 else x
-            case "rows":
-                return x * len(tokens)
-            case "mix":
-                return x + x.sum(0)
-            case "transposed":
-                return x.T.relu().sum(-1, keepdim=True) + x
-            case "positions":
-                return x + positions[:, None]
-            case "power":
-                return x.pow(2.5)
-            case "largest":
-                return torch.maximum(x, -x)
-            case "rolled":
-                return x + x.roll(1, dims=0)
-            case "summed":
-                return x + x.sum()
-            case "fails":
-                return x.view(1, 2, 3)
-        raise AssertionError(self.what)
-
-
-REFUSED = [
-    "operator",
-    "value",
-    "rows",
-    "mix",
-    "transposed",
-    "positions",
-    "power",
-    "largest",
-    "rolled",
-    "summed",
-    "fails",
-]
+        return self.what(self, super().forward(tokens, positions, attend), tokens, positions)
 
 
 @needs_kernels

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from math import inf, nan
 from pathlib import Path
 from typing import cast
 
 import pytest
+import torch
 from torch import nn
 
 from pellucid_model.contract import DecoderModel
 from pellucid_model.decoder import Decoder
 from pellucid_model.kernels import NativeKernels, accelerate, library
 from pellucid_model.kernels.plan import Program, fuse, record
-from pellucid_model.kernels.plan.program import reads, writes
+from pellucid_model.kernels.plan.program import Normalize, reads, writes
 from pellucid_model.servable import build_module
+from pellucid_server.engine import forward
 from pellucid_server.engine.forward import ModuleForward, PlannedForward
 from pellucid_server.engine.loading import Loaded, load
+from pellucid_server.engine.trial import BLOCK_SIZE, SEQUENCES, distance, trial_rows
 from pellucid_testing.checkpoints import tiny_checkpoint, tiny_config
 from pellucid_testing.own_modules import CONTRACT, EXAMPLES, NANOGPT, TEXTBOOK, Example, saved_checkpoint
 from pellucid_testing.stepping import configure
@@ -72,3 +77,51 @@ def test_a_file_of_ones_own_costs_nothing() -> None:
         return [(type(each), reads(each), writes(each)) for each in program.instructions]
 
     assert outline(own.eval()) == outline(Decoder(config).eval())
+
+
+@pytest.mark.parametrize("quantize", ["none", "int8", "int4"])
+def test_a_wrong_plan_is_not_used(quantize: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def recorded_wrongly(module: nn.Module, model: DecoderModel) -> Program:
+        program = record(module, model)
+        index = next(i for i, each in enumerate(program.instructions) if isinstance(each, Normalize))
+        normalize = cast("Normalize", program.instructions[index])
+        program.instructions[index] = replace(normalize, norm=replace(normalize.norm, eps=1.0))
+        return program
+
+    checkpoint = tiny_checkpoint(tmp_path / "tiny")
+    assert isinstance(load(configure(checkpoint, quantize=quantize)).runner._forward, PlannedForward)
+    monkeypatch.setattr(forward, "record", recorded_wrongly)
+    held = load(configure(checkpoint, quantize=quantize))
+    assert isinstance(held.runner._forward, ModuleForward)
+    assert any("run in Python" in each and "computes other numbers" in each for each in held.ready.notices)
+
+
+@pytest.mark.parametrize(("vocab_size", "context_length"), [(1, 1), (2, 3), (50, 17), (50_000, 40), (256, 100_000)])
+def test_trials_stay_within_the_model(vocab_size: int, context_length: int) -> None:
+    rows, blocks = trial_rows(vocab_size, context_length)
+    tables = torch.tensor(rows.block_tables).view(len(SEQUENCES), rows.table_width)
+    assert len(rows.tokens) == len(rows.positions) == len(rows.row_sequence)
+    assert max(rows.tokens) < vocab_size
+    assert max(rows.positions) < context_length
+    written = [
+        int(tables[sequence, position // BLOCK_SIZE]) * BLOCK_SIZE + position % BLOCK_SIZE
+        for sequence, position in zip(rows.row_sequence, rows.positions, strict=True)
+    ]
+    assert min(written) >= BLOCK_SIZE
+    assert max(written) < blocks * BLOCK_SIZE
+    assert len(set(written)) == len(written)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "apart"),
+    [
+        ([1.0, -2.0], [1.0, -2.0], 0.0),
+        ([1.0, -2.5], [1.0, -2.0], 0.25),
+        ([nan, inf, 1.0], [nan, inf, 1.0], 0.0),
+        ([0.0, 1.0], [nan, 1.0], inf),
+        ([nan, 1.0], [0.0, 1.0], inf),
+        ([1.0], [1.0, 2.0], inf),
+    ],
+)
+def test_distances_are_relative(a: list[float], b: list[float], apart: float) -> None:
+    assert distance(torch.tensor(a), torch.tensor(b)) == apart

@@ -31,9 +31,9 @@ def test_defaults() -> None:
 
 def test_command_line_beats_environment_beats_toml(tmp_path: Path) -> None:
     file = tmp_path / "pellucid.toml"
-    file.write_text('max-running = 1\nmax-queue = 2\nmax-step-tokens = 3\ndtype = "float32"\n')
+    file.write_text('max-running = 1\nmax-queue = 2\nmax-step-tokens = 30\ndtype = "float32"\n')
     settings = load("--config", str(file), "--max-running", "10", PELLUCID_MAX_RUNNING="20", PELLUCID_MAX_QUEUE="21")
-    assert (settings.max_running, settings.max_queue, settings.max_step_tokens) == (10, 21, 3)
+    assert (settings.max_running, settings.max_queue, settings.max_step_tokens) == (10, 21, 30)
     assert settings.dtype == "float32"
     assert load(PELLUCID_CONFIG=str(file)).max_running == 1
 
@@ -184,11 +184,12 @@ def test_default_length_stays_below_the_limit() -> None:
     ("flags", "message"),
     [
         (("--tls-key", "k.pem"), "tls-key = 'k.pem' needs tls-certificate too"),
+        (("--max-step-tokens", "31"), "max-step-tokens = 31 is not accepted; accepted: from max-running = 32 on"),
         (("--tls-certificate", "c.pem"), "tls-certificate = 'c.pem' needs tls-key too"),
         (("--tls-client-ca", "ca.pem"), "tls-client-ca = 'ca.pem' needs tls-certificate and tls-key too"),
     ],
 )
-def test_a_part_of_tls_is_never_taken_for_none(flags: tuple[str, ...], message: str) -> None:
+def test_settings_that_do_not_go_together(flags: tuple[str, ...], message: str) -> None:
     assert refusal(*flags) == message
 
 

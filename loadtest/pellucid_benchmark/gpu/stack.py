@@ -67,7 +67,18 @@ def stack(
     cache = KVCache(shapes, blocks + 1, block_size, dtype, device)
     decoding = DecodeShape(most_rows, width, spare_block=blocks)
     if device.type == "cuda":
-        forward = choose_forward(model, model, kernels, cache, device, decoding, notices, graphs=graphs)
+        forward = choose_forward(
+            model,
+            model,
+            kernels,
+            cache,
+            device,
+            decoding,
+            notices,
+            vocab_size=model.config.vocab_size,
+            context_length=sequence_length,
+            graphs=graphs,
+        )
     else:
         recorder = call_plainly if graphs else None
         forward = fused_forward(model, kernels, cache, device, TWIN, decoding, recorder, notices)

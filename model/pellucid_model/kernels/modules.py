@@ -119,9 +119,9 @@ def _norm_or_activation(original: nn.Module, kernels: Kernels) -> nn.Module | No
     if type(original) is nn.RMSNorm and len(original.normalized_shape) == 1:
         return RMSNorm(kernels, original)
     if type(original) is nn.ReLU:
-        return ActivationFunction(kernels, "relu")
+        return ActivationFunction(kernels, "relu", inplace=original.inplace)
     if type(original) is nn.SiLU:
-        return ActivationFunction(kernels, "silu")
+        return ActivationFunction(kernels, "silu", inplace=original.inplace)
     if type(original) is nn.Tanh:
         return ActivationFunction(kernels, "tanh")
     if type(original) is nn.Sigmoid:
@@ -185,14 +185,15 @@ class RMSNorm(nn.Module):
 
 
 class ActivationFunction(nn.Module):
-    """Elementwise."""
+    """Elementwise. `inplace`: into x itself, whose other readers may count on it."""
 
-    def __init__(self, kernels: Kernels, kind: Function) -> None:
+    def __init__(self, kernels: Kernels, kind: Function, *, inplace: bool = False) -> None:
         super().__init__()
-        self.kernels, self._kind = kernels, kind
+        self.kernels, self._kind, self._inplace = kernels, kind, inplace
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.kernels.activation(self._kind, x)
+        out = self.kernels.activation(self._kind, x)
+        return x.copy_(out) if self._inplace else out
 
 
 def _float32(parameter: Tensor | None) -> Tensor | None:

@@ -27,6 +27,7 @@ class KVCache:
     def __init__(
         self, shapes: list[LayerShape], blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
+        self.shapes = shapes
         self.block_size = block_size
         self.layers: list[tuple[Tensor, Tensor]] = []
         """(keys, values); a layer that reads another one's has the same tensors as that one."""

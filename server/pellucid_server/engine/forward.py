@@ -1,7 +1,8 @@
 """A step's forward pass, from the ragged batch to logits: the module itself, or the plan recorded of it.
 
-Both give the same numbers to the last bit. A plan runs without Python between operators, which is what small models and
-single tokens are bound by otherwise; a module that cannot be recorded runs as it is.
+Both give the same numbers, to the last bit where the module's reductions are its layers'. A plan runs without Python
+between operators, which is what small models and single tokens are bound by otherwise; a module that cannot be
+recorded, or whose recording computes something else on a small step (trial.py), runs as it is.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ from torch import Tensor, nn
 from pellucid_model.contract import DecoderModel
 from pellucid_model.kernels import Kernels, NativeKernels
 from pellucid_model.kernels.plan import NotRecordable, Plan, PlanBatch, fuse, record
+from pellucid_model.user_module import one_line
 from pellucid_server.engine.cache import KVCache
 from pellucid_server.engine.flash_forward import DecodeShape, FlashForward
 from pellucid_server.engine.graphs import GraphRecorder, Recorder
 from pellucid_server.engine.paged import Angles, PagedAttend
 from pellucid_server.engine.ragged import RaggedBatch, StepRows
+from pellucid_server.engine.trial import Trial
 from pellucid_server.engine.varlen import Varlen, find_varlen
 
 
@@ -88,11 +91,30 @@ class PlannedForward:
         return self._plan.more_logits(self._batch, rows)
 
 
-def planned(module: nn.Module, model: DecoderModel, kernels: NativeKernels, cache: KVCache) -> PlannedForward:
-    """The plan of an accelerated module. Raises NotRecordable."""
+def planned(
+    module: nn.Module,
+    model: DecoderModel,
+    kernels: NativeKernels,
+    cache: KVCache,
+    vocab_size: int,
+    context_length: int,
+) -> PlannedForward:
+    """The plan of an accelerated module, tried beside it in caches of their own. Raises NotRecordable."""
     program = record(module, model)
     fuse(program)
-    return PlannedForward(Plan(program, kernels, cache.layers), torch.device("cpu"))
+    cpu = torch.device("cpu")
+
+    def plan(own: KVCache) -> PlannedForward:
+        return PlannedForward(Plan(program, kernels, own.layers), cpu)
+
+    trial = Trial(cache.shapes, vocab_size, context_length, exact=program.in_float32)
+    try:
+        apart = trial.disagreement(plan, lambda own: ModuleForward(model, kernels, own, cpu), module)
+    except Exception as error:
+        raise NotRecordable(f"it cannot be tried beside its recording: {one_line(error)}") from error
+    if apart is not None:
+        raise NotRecordable(f"its recording computes other numbers, which lie {apart:.2g} of the largest one apart")
+    return plan(cache)
 
 
 def choose_forward(
@@ -104,9 +126,11 @@ def choose_forward(
     decoding: DecodeShape,
     notices: list[str],
     *,
+    vocab_size: int,
+    context_length: int,
     graphs: bool = True,
 ) -> Forward:
-    """The module's plan where it can be recorded, else the module, with a notice that says why.
+    """The module's plan where it can be recorded and computes the same, else the module, with a notice that says why.
 
     On CUDA the module attends by torch's fused kernel and, with `graphs`, decodes in CUDA graphs.
     """
@@ -115,7 +139,7 @@ def choose_forward(
         return fused_forward(model, kernels, cache, device, find_varlen(device), decoding, recorder, notices)
     if isinstance(kernels, NativeKernels):
         try:
-            return planned(module, model, kernels, cache)
+            return planned(module, model, kernels, cache, vocab_size, context_length)
         except NotRecordable as reason:
             notices.append(f"the model's steps run in Python, which is slower where it is small: {reason}")
     return ModuleForward(model, kernels, cache, device)

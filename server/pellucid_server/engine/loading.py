@@ -97,6 +97,8 @@ def load(configure: Configure) -> Loaded:
         device,
         decoding,
         notices,
+        vocab_size=vocab_size,
+        context_length=context_length,
         graphs=configure.cuda_graphs == "auto",
     )
     runner = ModelRunner(servable.model, kernels, cache, device, forward)

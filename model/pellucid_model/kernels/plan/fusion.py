@@ -139,7 +139,10 @@ class _Fusion:
         last = max(readers, default=index)
         linear = self._list[last]
         whole = self._program.is_whole(normalize.x) and normalize.size == normalize.x.width
-        if len(readers) == 1 and isinstance(linear, Linear) and whole and self._may_move(index, last):
+        if len(readers) != 1 or not isinstance(linear, Linear) or not whole or not self._may_move(index, last):
+            return
+        residuals = {layer.residual.buffer for layer in linear.layers if layer.residual is not None}
+        if linear.x == normalize.out and normalize.out.buffer not in residuals:  # read as the layers' input alone
             self._list[last] = replace(linear, x=normalize.x, norm=normalize.norm)
             self._list[index] = None
 

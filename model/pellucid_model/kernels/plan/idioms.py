@@ -2,8 +2,9 @@
 
     x * rsqrt(mean(x ** 2) + eps)      the usual RMS norm; also x * x, and x / sqrt(…)
 
-Each step of it is known by the memory of its result. The last one, a product with x, becomes the kernels' own norm;
-what was recorded on the way is left out of the program where nothing else reads it.
+Each step of it is known by its result, whole and as it was made: a part of the squares, or another view of the factor,
+makes another norm. The last step, a product with x, becomes the kernels' own norm; what was recorded on the way is left
+out of the program where nothing else reads it.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ class Partial:
 
     stage: Stage
     x: Tensor
+    result: Tensor
     eps: float = 0.0
 
 
@@ -43,14 +45,11 @@ class RootMeanSquare:
 
     def __init__(self) -> None:
         self._partials: dict[int, Partial] = {}
-
-    def knows(self, x: object) -> bool:
-        """Whether x is a result on the way."""
-        return isinstance(x, Tensor) and _address(x) in self._partials
+        """By the address of the result's memory."""
 
     def follow(self, function: Any, args: Sequence[Any], out: Tensor) -> None:
         """Note a step, and forget what was made of numbers that have changed."""
-        partial = self._next(function, args)
+        partial = self._next(function, args, out)
         at = _address(out)
         if function._schema.is_mutable:
             self._partials = {key: value for key, value in self._partials.items() if at not in (key, _address(value.x))}
@@ -63,27 +62,33 @@ class RootMeanSquare:
             return None
         orders = [(args[0], args[1]), (args[1], args[0])] if function is aten.mul.Tensor else [(args[0], args[1])]
         for x, factor in orders:
-            if self.knows(factor) and isinstance(x, Tensor):
-                partial = self._partials[_address(factor)]
-                if partial.stage == _LAST[function] and _same_view(x, partial.x):
-                    return x, partial.eps
+            partial = self._made(factor)
+            if partial and partial.stage == _LAST[function] and isinstance(x, Tensor) and _same_view(x, partial.x):
+                return x, partial.eps
         return None
 
-    def _next(self, function: Any, args: Sequence[Any]) -> Partial | None:
+    def _made(self, x: object) -> Partial | None:
+        """Of what x is the result, where it is one on the way."""
+        partial = self._partials.get(_address(x)) if isinstance(x, Tensor) else None
+        return partial if partial and isinstance(x, Tensor) and _same_view(x, partial.result) else None
+
+    def _next(self, function: Any, args: Sequence[Any], out: Tensor) -> Partial | None:
         x = args[0]
         if function is aten.pow.Tensor_Scalar and args[1] == 2:
-            return Partial("square", x)
+            return Partial("square", x, out)
         if function is aten.mul.Tensor and isinstance(args[1], Tensor) and _same_view(x, args[1]):
-            return Partial("square", x)
-        if not self.knows(x):
+            return Partial("square", x, out)
+        partial = self._made(x)
+        if partial is None:
             return None
-        partial = self._partials[_address(x)]
         stage = _NEXT.get((function, partial.stage))
         if stage is None or (stage == "mean" and not _over_the_last(x, args)):
             return None
         if stage == "shifted":
-            return None if isinstance(args[1], Tensor) else replace(partial, stage=stage, eps=float(args[1]))
-        return replace(partial, stage=stage)
+            return (
+                None if isinstance(args[1], Tensor) else replace(partial, stage=stage, result=out, eps=float(args[1]))
+            )
+        return replace(partial, stage=stage, result=out)
 
 
 def _over_the_last(x: Tensor, args: Sequence[Any]) -> bool:

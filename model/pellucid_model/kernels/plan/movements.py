@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pellucid_model.kernels.interface import Table
-from pellucid_model.kernels.plan.program import Copy, Operand, Rearrange
+from pellucid_model.kernels.plan.program import Combine, Copy, Operand, Rearrange
 from pellucid_model.kernels.plan.rows import NotRecordable
 
 if TYPE_CHECKING:
@@ -28,6 +28,27 @@ _ROW = 2**32
 def movement(function: Any) -> Callable[..., None]:
     """For an operator of this kind without numbers of its own."""
     return partial(_move, function=function)
+
+
+def join(r: Recorder, out: Tensor, tensors: Sequence[Tensor], dim: int = 0, *, function: Any) -> None:
+    """cat and stack. A constant among the tensors becomes numbers of each row too."""
+    at = next(r.row_dimension(x) for x in tensors if r.is_row(x))
+    rows = [x if r.is_row(x) else _constant_rows(r, x, at) for x in tensors]
+    _move(r, out, rows, dim, function=function)
+
+
+def _constant_rows(r: Recorder, x: Tensor, at: int) -> Tensor:
+    """A constant with the same numbers in every row, which dimension `at` counts, as numbers of each row."""
+    if x.dim() <= at or x.shape[at] != r.rows or x.numel() == 0:
+        raise NotRecordable(f"it joins rows and a constant {list(x.shape)}, which has other rows")
+    by_row: Tensor = r.unseen(lambda: r.constant(x).float().movedim(at, 0).reshape(r.rows, -1))
+    if not r.unseen(lambda: torch.equal(by_row, by_row[:1].expand_as(by_row))):
+        raise NotRecordable("it joins rows and a constant that differs by row")
+    out = r.new(tuple(x.shape), at)
+    target = r.target(out)
+    r.add(Rearrange(target, torch.full((target.width,), -1, dtype=torch.int32), 1.0, target))
+    r.add(Combine("multiply", target, r.unseen(by_row[0].clone), target))
+    return out
 
 
 def copy(r: Recorder, out: Tensor, x: Tensor, **options: Any) -> None:
@@ -56,7 +77,10 @@ def where(r: Recorder, out: Tensor, condition: Tensor, x: Tensor, y: Tensor) -> 
 def assign(r: Recorder, out: Tensor, _: Tensor, source: Tensor, *options: Any) -> None:
     if not r.is_row(source):
         raise NotRecordable("it copies a constant into rows")
-    r.add(Copy(r.operand_as(source, out), r.target(out)))
+    x, target = r.operand_as(source, out), r.target(out)
+    if x.buffer == target.buffer and abs(x.offset - target.offset) < target.width:
+        raise NotRecordable("it copies numbers of a row onto others that overlap with them")
+    r.add(Copy(x, target))
 
 
 def fill(r: Recorder, out: Tensor, _: Tensor, value: Any) -> None:
@@ -73,7 +97,7 @@ def _move(r: Recorder, out: Tensor, *args: Any, function: Any, fill: float = 0.0
         if isinstance(x, list | tuple):
             return type(x)(map(places, x))
         if not r.is_row(x):
-            return x
+            return r.constant(x) if isinstance(x, Tensor) else x
         begin = sum(each.width for each in sources)
         operand = r.operand(x)
         sources.append(operand)

@@ -25,6 +25,7 @@ from pellucid_model.kernels.plan.movements import (
     fill,
     index,
     index_select,
+    join,
     masked_fill,
     movement,
     pad,
@@ -92,6 +93,7 @@ def _second(r: Recorder, b: Any, out: Tensor) -> Operand | Tensor | float:
         return float(b)
     if r.is_row(b):
         return r.operand_as(b, out)
+    r.constant(b)
     if b.numel() == 1:
         number: float = r.unseen(lambda: float(b))
         return number
@@ -118,7 +120,7 @@ def _negative(r: Recorder, out: Tensor, x: Tensor) -> None:
 
 def _clamp(r: Recorder, out: Tensor, x: Tensor, least: Any = None, most: Any = None) -> None:
     target = r.target(out)
-    source = r.operand(x)
+    source = r.operand_as(x, out)
     for kind, limit in (("maximum", least), ("minimum", most)):
         if limit is not None:
             if r.is_row(limit):
@@ -215,10 +217,8 @@ _OTHERS: dict[str, Handler] = {
     "_softmax.default": softmax,
     "native_layer_norm.default": layer_norm,
     **dict.fromkeys(("clone.default", "_to_copy.default"), copy),
-    **{
-        name: movement(getattr(getattr(aten, name.partition(".")[0]), name.partition(".")[2]))
-        for name in ("cat.default", "stack.default", "repeat.default", "flip.default", "roll.default")
-    },
+    **{f"{each}.default": partial(join, function=getattr(aten, each).default) for each in ("cat", "stack")},
+    **{f"{each}.default": movement(getattr(aten, each).default) for each in ("repeat", "flip", "roll")},
     "constant_pad_nd.default": pad,
     **dict.fromkeys(("masked_fill.Scalar", "masked_fill.Tensor"), masked_fill),
     "where.self": where,

@@ -215,6 +215,12 @@ class Program:
             arenas[phase] = max(arenas[phase], start + width)
         return places, arenas
 
+    @property
+    def in_float32(self) -> bool:
+        """Whether no layer rounds its input to a narrower format."""
+        layers = (layer for each in self.instructions if isinstance(each, Linear) for layer in each.layers)
+        return all(layer.packed.format == "float32" for layer in layers)
+
     def is_whole(self, operand: Operand) -> bool:
         """Whether it is all of its buffer."""
         return operand.width == self.widths[operand.buffer]

@@ -1,17 +1,17 @@
 """Records what a module's `forward` and `logits` compute, as a Program that runs without the module.
 
-The accelerated module is run once on a few rows of zeros. Its layers hand their calls to a recorder in the kernels'
-place; what it does with tensors in between is seen by torch's dispatcher, and operators.py says what becomes of it.
-Views need no instruction: an operand is found by the memory that it lies in (rows.py). A module that does anything else
-(another operator, a shape or a branch that depends on the rows) raises NotRecordable with the reason, and then runs as
-it is.
+The accelerated module is run on a few rows, whose numbers mean nothing. Its layers hand their calls to a recorder in
+the kernels' place; what it does with tensors in between is seen by torch's dispatcher, and operators.py says what
+becomes of it. Views need no instruction: an operand is found by the memory that it lies in (rows.py). A module that
+does anything else (another operator, a shape or a branch that depends on the rows, numbers taken out of torch) raises
+NotRecordable with the reason, and then runs as it is.
 
-To be sure that nothing depends on the number of rows, the module is recorded twice, with different numbers.
+To be sure that nothing depends on rows or on the numbers in them, the module is recorded twice: with other tokens and
+positions, another number of rows and other numbers in all that is made of them.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -25,6 +25,7 @@ from pellucid_model.gathered import Gathered
 from pellucid_model.kernels.fused import Norm
 from pellucid_model.kernels.interface import Function, Kernels, PackedLinear, Table
 from pellucid_model.kernels.modules import TWINS
+from pellucid_model.kernels.plan.guards import NumbersStay, same
 from pellucid_model.kernels.plan.idioms import RootMeanSquare
 from pellucid_model.kernels.plan.operators import handler_of
 from pellucid_model.kernels.plan.program import (
@@ -41,12 +42,12 @@ from pellucid_model.kernels.plan.program import (
     Rearrange,
     Select,
 )
-from pellucid_model.kernels.plan.rows import NotRecordable, columns_of, row_dimension, rows_first
+from pellucid_model.kernels.plan.rows import Columns, NotRecordable, columns_of, row_dimension, rows_first
 from pellucid_model.user_module import one_line
 
 aten = torch.ops.aten
-ROWS = (3, 5)
-"""Numbers of rows to record with."""
+ROWS = {0: 3, 1: 5}
+"""Every token and position of a recording, and how many rows it has."""
 _SAME_MEMORY = (aten._unsafe_view.default, aten.lift_fresh.default)
 """Not called views, but as good as."""
 
@@ -56,19 +57,19 @@ def record(module: nn.Module, model: DecoderModel) -> Program:
 
     module, model  the same object, as torch and as the contract see it
     """
-    program, again = (_record(module, model, rows) for rows in ROWS)
-    if not _same(program, again):
-        raise NotRecordable("what the module computes depends on the number of rows")
+    program, again = (_record(module, model, number, rows) for number, rows in ROWS.items())
+    if not same(program, again):
+        raise NotRecordable("what the module computes depends on the number of rows, or on numbers as Python sees them")
     return program
 
 
-def _record(module: nn.Module, model: DecoderModel, rows: int) -> Program:
+def _record(module: nn.Module, model: DecoderModel, number: int, rows: int) -> Program:
     recorder = Recorder(rows)
-    tokens, positions = torch.zeros(rows, dtype=torch.int64), torch.zeros(rows, dtype=torch.int64)
+    tokens, positions = (torch.full((rows,), number) for _ in range(2))
     recorder.indices = {tokens.data_ptr(): "tokens", positions.data_ptr(): "positions"}
     program = recorder.program
     try:
-        with torch.no_grad(), _kernels_replaced(module, recorder), recorder:
+        with torch.no_grad(), _kernels_replaced(module, recorder), recorder, NumbersStay(recorder.constant):
             hidden = recorder.operand(model.forward(tokens, positions, _RecordingAttend(recorder)))
             selected = recorder.begin_logits(hidden)
             program.logits = recorder.whole(model.logits(selected))
@@ -114,6 +115,7 @@ class Recorder(TorchDispatchMode):
         self._norms = RootMeanSquare()
         self._kept: list[Tensor] = []
         """All that was made, so that no address is used twice."""
+        self._random = torch.Generator().manual_seed(rows)
         self._paused = False
 
     @classmethod
@@ -124,14 +126,14 @@ class Recorder(TorchDispatchMode):
 
     def linear(self, x: Tensor, packed: PackedLinear) -> Tensor:
         source = self._rowwise(x, packed.in_features)
-        out = self._new((*x.shape[:-1], packed.out_features), row_dimension(x, self.rows, self._width(x)))
+        out = self.new((*x.shape[:-1], packed.out_features), row_dimension(x, self.rows, self._width(x)))
         self.add(Linear(source, (Layer(packed, self.operand(out)),)))
         return out
 
     def look_up(self, indices: Tensor, table: Table) -> Tensor:
         if not self._depends([indices]) and self.kernels is not None:
             return self.kernels.look_up(indices, table)  # a constant, such as a bias for each distance
-        out = self._new((*indices.shape, table.width), indices.dim() - 1)
+        out = self.new((*indices.shape, table.width), indices.dim() - 1)
         self.gather(out, table, indices)
         return out
 
@@ -147,7 +149,7 @@ class Recorder(TorchDispatchMode):
         return out
 
     def attention(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, options: AttentionOptions) -> Tensor:
-        out = self._new(tuple(q.shape), 0)
+        out = self.new(tuple(q.shape), 0)
         self.add(
             Attention(
                 layer=layer,
@@ -164,7 +166,7 @@ class Recorder(TorchDispatchMode):
     def begin_logits(self, hidden: Operand) -> Tensor:
         """From now on rows are those that are sampled."""
         self._phase = "sampled"
-        selected = self._new((self.rows, hidden.width), 0)
+        selected = self.new((self.rows, hidden.width), 0)
         self.add(Select(hidden, self.operand(selected)))
         return selected
 
@@ -213,7 +215,7 @@ class Recorder(TorchDispatchMode):
             at = next((dim for dim, size in enumerate(made.shape) if size == self.rows), 0)
         if made.dtype != torch.float32 or made.numel() % self.rows:
             raise NotRecordable(f"it makes a tensor {list(made.shape)} of {made.dtype}, not numbers for each row")
-        return self._new(tuple(made.shape), at)
+        return self.new(tuple(made.shape), at)
 
     def _depends(self, args: Sequence[Any]) -> bool:
         """Whether any argument is made of tokens or positions; what is not is a constant."""
@@ -231,11 +233,10 @@ class Recorder(TorchDispatchMode):
         Raises NotRecordable where rows meet.
         """
         buffer, columns = self._columns(x)
-        begin, width = int(columns[0]), len(columns)
-        if torch.equal(columns, torch.arange(begin, begin + width)):
-            return Operand(buffer, begin, width)
-        out = self.buffer(width)
-        self.add(Rearrange(Operand(buffer, 0, self.program.widths[buffer]), columns.int(), 0.0, out))
+        if columns.adjacent:
+            return Operand(buffer, columns.begin, columns.width)
+        out = self.buffer(columns.width)
+        self.add(Rearrange(Operand(buffer, 0, self.program.widths[buffer]), columns.numbers.int(), 0.0, out))
         return out
 
     def operand_as(self, x: Tensor, like: Tensor) -> Operand:
@@ -245,10 +246,9 @@ class Recorder(TorchDispatchMode):
     def target(self, x: Tensor) -> Operand:
         """Where an instruction may write x. Raises NotRecordable where that is no run in every row."""
         buffer, columns = self._columns(x)
-        begin, width = int(columns[0]), len(columns)
-        if not torch.equal(columns, torch.arange(begin, begin + width)):
+        if not columns.adjacent:
             raise NotRecordable(f"it changes a view {list(x.shape)} whose numbers do not lie together")
-        return Operand(buffer, begin, width)
+        return Operand(buffer, columns.begin, columns.width)
 
     def whole(self, x: Tensor) -> Operand:
         """The operand of x as a buffer of its own: copied where it is a part of a wider one."""
@@ -265,9 +265,16 @@ class Recorder(TorchDispatchMode):
 
     def gather(self, out: Tensor, table: Table, indices: Tensor) -> None:
         name = self.indices.get(indices.untyped_storage().data_ptr())
-        if name is None or indices.numel() != self.rows:
+        as_given = indices.storage_offset() == 0 and indices.is_contiguous() and indices.dtype == torch.int64
+        if name is None or indices.numel() != self.rows or not as_given:
             raise NotRecordable("it looks up rows by something else than tokens or positions")
         self.add(Gather(table, name, self.target(out)))
+
+    def constant(self, x: Tensor) -> Tensor:
+        """x itself. Raises NotRecordable where it is made of tokens or positions."""
+        if self._depends([x]):
+            raise NotRecordable(f"it computes with a tensor of {x.dtype} that is made of tokens or positions")
+        return x
 
     def is_row(self, x: Any) -> bool:
         """Whether it is made of tokens or positions, as numbers of a buffer."""
@@ -284,13 +291,13 @@ class Recorder(TorchDispatchMode):
         finally:
             self._paused = paused
 
-    def _columns(self, x: Tensor) -> tuple[int, Tensor]:
+    def _columns(self, x: Tensor) -> tuple[int, Columns]:
         buffer = self._buffers.get(x.untyped_storage().data_ptr())
         if buffer is None or x.dtype != torch.float32:
             raise NotRecordable(f"it computes with a tensor of {x.dtype} that is made of neither tokens nor positions")
         if self.program.phases[buffer] != self._phase:
             raise NotRecordable("logits uses what forward computed besides its result")
-        columns: Tensor = self.unseen(lambda: columns_of(x, self.rows, self.program.widths[buffer]))
+        columns: Columns = self.unseen(lambda: columns_of(x, self.rows, self.program.widths[buffer]))
         return buffer, columns
 
     def _width(self, x: Tensor) -> int:
@@ -304,11 +311,11 @@ class Recorder(TorchDispatchMode):
         return operand
 
     def _new_like(self, x: Tensor) -> Tensor:
-        return self._new(tuple(x.shape), self.row_dimension(x))
+        return self.new(tuple(x.shape), self.row_dimension(x))
 
-    def _new(self, shape: tuple[int, ...], at: int) -> Tensor:
-        """Zeros in a buffer of their own, whose rows run over dimension `at`, or are all there is without rows."""
-        out: Tensor = self.unseen(lambda: rows_first(shape, at, self.rows))
+    def new(self, shape: tuple[int, ...], at: int) -> Tensor:
+        """Numbers in a buffer of their own, whose rows run over dimension `at`, or are all there is without rows."""
+        out: Tensor = self.unseen(lambda: rows_first(shape, at, self.rows).uniform_(generator=self._random))
         self._kept.append(out)
         width = out.numel() // self.rows
         self._buffers[out.untyped_storage().data_ptr()] = self.program.new_buffer(width, self._phase)
@@ -342,16 +349,3 @@ def _tensors(args: Sequence[Any]) -> list[Tensor]:
     """Those among the arguments, and in lists among them."""
     flat = [x for arg in args for x in (arg if isinstance(arg, list | tuple) else (arg,))]
     return [x for x in flat if isinstance(x, Tensor)]
-
-
-def _same(a: object, b: object) -> bool:
-    """Whether two recordings, or parts of them, say the same."""
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return a.shape == b.shape and (a.data_ptr() == b.data_ptr() or torch.equal(a, b))
-    if isinstance(a, PackedLinear | Rotary):
-        return a is b
-    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
-        return len(a) == len(b) and all(map(_same, a, b))
-    if dataclasses.is_dataclass(a):
-        return type(a) is type(b) and all(_same(getattr(a, f.name), getattr(b, f.name)) for f in dataclasses.fields(a))
-    return a == b

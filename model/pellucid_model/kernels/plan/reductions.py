@@ -97,5 +97,5 @@ def layer_norm(
 ) -> None:
     if len(shape) != 1:
         raise NotRecordable("it normalises over several dimensions")
-    parameters = (None if each is None else each.detach().float().contiguous() for each in (weight, bias))
+    parameters = (None if each is None else r.constant(each).detach().float().contiguous() for each in (weight, bias))
     r.add(Normalize(r.operand(x), Norm("layer", eps, *parameters), shape[0], r.target(out)))
