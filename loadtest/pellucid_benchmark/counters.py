@@ -1,4 +1,4 @@
-"""What a server of the benchmark's own counts, read from its Prometheus page: steps, their seconds, KV blocks."""
+"""What a server of the benchmark's own counts, read from its Prometheus page: steps and their seconds."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from prometheus_client.parser import text_string_to_metric_families
 
 SCRAPE_SECONDS = 30.0
 _STEPS = "pellucid_engine_step_duration_seconds"
-_BLOCKS = "pellucid_kv_cache_blocks"
-_CACHE = "pellucid_cache_config_info"
 
 
 @dataclass(frozen=True)
@@ -33,10 +31,6 @@ class Counters:
 
     steps: dict[str, Steps]
     """By phase: prefill, decode, mixed."""
-    blocks: dict[str, float]
-    """By state: used, cached, free."""
-    block_size: int
-    """Tokens."""
 
     @staticmethod
     def read(address: str) -> Counters:
@@ -46,9 +40,7 @@ class Counters:
         samples = [each for family in text_string_to_metric_families(text) for each in family.samples]
         count = {each.labels["phase"]: each.value for each in samples if each.name == f"{_STEPS}_count"}
         total = {each.labels["phase"]: each.value for each in samples if each.name == f"{_STEPS}_sum"}
-        blocks = {each.labels["state"]: each.value for each in samples if each.name == _BLOCKS}
-        (size,) = (int(each.labels["block_size"]) for each in samples if each.name == _CACHE)
-        return Counters({phase: Steps(count[phase], total[phase]) for phase in count}, blocks, size)
+        return Counters({phase: Steps(count[phase], total[phase]) for phase in count})
 
     def steps_since(self, earlier: Counters, phases: Sequence[str] = ("prefill", "decode", "mixed")) -> Steps:
         """Those between two readings, of these phases together."""

@@ -9,15 +9,13 @@ from pellucid_benchmark.servers import PellucidServer
 MIB = 2**20
 
 
-def memory_of(server: PellucidServer, costs: Costs, most_tokens: int = 0) -> dict[str, float]:
-    """In MiB, of frontend and engine together; the cache counts as far as blocks hold something, or have held.
+def memory_of(server: PellucidServer, costs: Costs, most_tokens: int) -> dict[str, float]:
+    """In MiB, of frontend and engine together.
 
-    most_tokens  of all sequences at a time, so far
+    most_tokens  of all sequences at a time, since the start: so much of the cache has been used
     """
-    counters = server.counters()
-    tokens = max(most_tokens, counters.block_size * (counters.blocks["used"] + counters.blocks["cached"]))
     return {
         "resident_mib": resident_mib(server.processes()),
         "weights_mib": costs.weight_bytes / MIB,
-        "kv_cache_mib": tokens * costs.kv_token_bytes / MIB,
+        "kv_cache_mib": most_tokens * costs.kv_token_bytes / MIB,
     }

@@ -104,7 +104,7 @@ private:
 
     // A long run from memory where weights are used once; what the L2 cache holds where many row tiles use them again.
     int64_t panels_per_span(int64_t panels, int passes, int threads) const {
-        const int64_t bytes = a_.rows <= Format::kRows ? 128 << 10 : (512 << 10) / passes;
+        const int64_t bytes = (512 << 10) / (a_.rows <= Format::kRows ? 1 : passes);
         return std::clamp<int64_t>(bytes / panel_bytes_, 1, divide_up(panels, 2 * threads));
     }
 
