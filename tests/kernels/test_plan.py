@@ -122,6 +122,17 @@ def assert_same(module: nn.Module, shapes: Sequence[tuple[int, int]], format: We
     return program
 
 
+def assert_close(module: Odd, program: Program, kernels: NativeKernels, tolerance: float) -> None:
+    """The same for an accelerated module whose own functions may give other last bits than the plan's."""
+    by_module, by_plan = (Paged(kernels, [(4, 8)], torch.float32) for _ in range(2))
+    plan = Plan(program, kernels, by_plan.layers)
+    with torch.inference_mode():
+        for starts, counts in STEPS:
+            batch = by_module.batch = batch_of(plan, starts, counts)
+            expected = module.logits(module(batch.tokens, batch.positions, by_module)[batch.sampled_rows])
+            torch.testing.assert_close(plan.run(batch), expected, rtol=tolerance, atol=tolerance)
+
+
 def flat(paged: Paged) -> list[Tensor]:
     return [tensor for layer in paged.layers for tensor in layer]
 
@@ -283,13 +294,7 @@ def test_functions_become_the_kernels_own(fused: bool) -> None:
     program = record(model, model)  # type: ignore[arg-type]
     if fused:
         fuse(program)
-    by_module, by_plan = (Paged(kernels, [(4, 8)], torch.float32) for _ in range(2))
-    plan = Plan(program, kernels, by_plan.layers)
-    with torch.inference_mode():
-        for starts, counts in STEPS:
-            batch = by_module.batch = batch_of(plan, starts, counts)
-            expected = model.logits(model(batch.tokens, batch.positions, by_module)[batch.sampled_rows])
-            torch.testing.assert_close(plan.run(batch), expected, rtol=1e-5, atol=1e-5)
+    assert_close(model, program, kernels, tolerance=1e-5)
 
 
 class Between(Odd):
@@ -380,13 +385,7 @@ def test_what_modules_do_between_their_layers(name: str) -> None:
     accelerate(model, kernels, "float32")
     program = record(model, model)  # type: ignore[arg-type]
     fuse(program)
-    by_module, by_plan = (Paged(kernels, [(4, 8)], torch.float32) for _ in range(2))
-    plan = Plan(program, kernels, by_plan.layers)
-    with torch.inference_mode():
-        for starts, counts in STEPS:
-            batch = by_module.batch = batch_of(plan, starts, counts)
-            expected = model.logits(model(batch.tokens, batch.positions, by_module)[batch.sampled_rows])
-            torch.testing.assert_close(plan.run(batch), expected, rtol=1e-4, atol=1e-4)
+    assert_close(model, program, kernels, tolerance=1e-4)
 
 
 class AllTwins(Odd):

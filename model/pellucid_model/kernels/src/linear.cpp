@@ -68,7 +68,8 @@ private:
             // fewest wait for memory alone, which likes long runs.
             const bool rows_stay = a_.rows <= kRowsThatStay && a_.rows > Format::kWideRows;
             const int64_t most = rows_stay ? 2 : span.last - span.first;
-            for (Visit visit{span.first, 0, span.last, tiles.count, 0}; visit.first < span.last; visit.first = visit.last) {
+            Visit visit{span.first, 0, span.last, tiles.count, 0};
+            for (; visit.first < span.last; visit.first = visit.last) {
                 visit.last = std::min(visit.first + most, span.last);
                 for (visit.tile = first_tile; visit.tile < last_tile; ++visit.tile)
                     for (int i = 0; i < span.pass_count; ++i)
@@ -147,7 +148,8 @@ private:
 
     // out [Rows, Vectors * 16]
     template <int Rows, int Vectors>
-    __attribute__((noinline)) void product(const void* weight, int64_t row, int64_t panel, const Ahead& ahead, float* out) const {
+    __attribute__((noinline)) void product(const void* weight, int64_t row, int64_t panel, const Ahead& ahead,
+                                           float* out) const {
         F16 sums[Rows][Vectors];
 #pragma GCC unroll 16
         for (int r = 0; r < Rows; ++r)
@@ -161,7 +163,8 @@ private:
             for (int v = 0; v < Vectors; ++v) store(out + (r * Vectors + v) * 16, sums[r][v]);
     }
 
-    static constexpr int64_t kRowsThatStay = 64, kMostAhead = 192 << 10;  // bytes of a panel, of which the cache holds four
+    static constexpr int64_t kRowsThatStay = 64;
+    static constexpr int64_t kMostAhead = 192 << 10;  // bytes of a panel, of which the cache holds four
 
     const LinearArguments& a_;
     const int64_t stride_, panel_bytes_;

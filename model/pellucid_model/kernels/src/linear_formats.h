@@ -21,8 +21,8 @@ PELLUCID_INLINE const Weight* vector_of(const std::byte* panel, int64_t panel_by
     return reinterpret_cast<const Weight*>(panel + (v / 2) * panel_bytes) + offset;
 }
 
-// What a tile fetches into the cache while it is multiplied, so that memory works at the same time: `weights`, as many as
-// its own shifted right. Tiles two panels wide fetch nothing: they read as fast as memory gives.
+// What a tile fetches into the cache while it is multiplied, so that memory works at the same time: `weights`, as many
+// bytes as its own shifted right. Tiles two panels wide fetch nothing: they read as fast as memory gives.
 struct Ahead {
     const std::byte* weights;
     int shift;
