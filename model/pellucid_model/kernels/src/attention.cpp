@@ -57,6 +57,10 @@ struct Unit {
     int64_t kv_head;
     int32_t begin, end;
     int64_t partials;  // where the tile's partials begin
+
+    KeyBlock first_block(const Arguments& a) const {
+        return {a.row_sequence[tile->first], kv_head, tile->start(begin)};
+    }
 };
 
 struct Units {
@@ -145,13 +149,16 @@ int32_t paged_attention(const Arguments& a) {
     float* const partials = scratch<float, kAttentionPartials>(units.partials);
     std::atomic<int32_t> status{kOk};
     if (a.k) write_cache<Format>(a);
-    for_each_unit(threads, static_cast<int64_t>(units.all.size()), [&, all = units.all.data()](int64_t i, int) {
-        const Unit& unit = all[i];
+    const auto count = static_cast<int64_t>(units.all.size());
+    for_each_unit(threads, count, [&, all = units.all.data()](int64_t i, int) {
+        const Unit &unit = all[i], &following = all[std::min<int64_t>(i + 1, count - 1)];
+        const KeyBlock next = following.first_block(a);
         auto& attention = tile_attention<Format>();
         if (unit.partials < 0)
-            attention.run(a, status, *unit.tile, unit.kv_head);
+            attention.run(a, status, *unit.tile, unit.kv_head, next);
         else
-            attention.run_part(a, status, *unit.tile, unit.kv_head, unit.begin, unit.end, partials + unit.partials);
+            attention.run_part(a, status, *unit.tile, unit.kv_head, next, unit.begin, unit.end,
+                               partials + unit.partials);
     });
     for (const Unit& unit : units.split)
         tile_attention<Format>().finish(a, status, *unit.tile, unit.kv_head, partials + unit.partials);

@@ -72,6 +72,14 @@ inline uint32_t largest_bits(const float* x, int64_t count) {
 }
 
 constexpr uint32_t kInfinityBits = 0x7f800000;
+
+inline bool is_finite(const float* x, int64_t count) { return largest_bits(x, count) < kInfinityBits; }
+inline bool is_finite(const bf16* x, int64_t count) {
+    uint16_t largest = 0;
+    for (int64_t i = 0; i < count; ++i) largest = std::max<uint16_t>(largest, x[i].bits & 0x7fff);
+    return largest < kInfinityBits >> 16;
+}
+
 constexpr float kLeast = 0x1p-100f;  // what is smaller counts as 0, so that no factor overflows
 
 // Stores numbers as a format does, and gives what they are to be multiplied by: its scale, where it has one.

@@ -17,6 +17,12 @@ struct Granules {
     const Number *keys[kGranules], *values[kGranules];
 };
 
+// Where a key block is: its first position in a sequence, of one kv head.
+struct KeyBlock {
+    int64_t sequence, kv_head;
+    int32_t start;
+};
+
 // Looks them up for one sequence and kv head at a time.
 template <class Format>
 class GranuleFinder {
@@ -32,17 +38,17 @@ public:
     }
 
     // Finds the granules of the keys from position `start` on, of which rows see `local` (from start), `seen` in all,
-    // and those of the key block behind it. False if the table does not hold one that a row sees.
-    bool find(int32_t start, Range seen, const std::vector<Range>& local) {
+    // and those of the block that is needed next. False if the table does not hold one that a row sees.
+    bool find(int32_t start, Range seen, const std::vector<Range>& local, const KeyBlock& next) {
         for (int32_t g = seen.begin / kGranule; g * kGranule < seen.end; ++g) {
             if (layout_.granule < kGranule) {
                 if (!collect_granule(start, seen, local, g)) return false;
-            } else if (!find_granule(start + g * kGranule, g, here)) {
+            } else if (!find_granule({sequence_, kv_head_, start}, g, here)) {
                 if (is_seen(local, {g * kGranule, (g + 1) * kGranule})) return false;
                 here.keys[g] = here.values[g] = nothing_.data();  // in a gap between what the rows see
             }
         }
-        find_ahead(start + kBlock);
+        find_ahead(next);
         return true;
     }
 
@@ -52,18 +58,18 @@ private:
                            [=](const Range& range) { return !range.clip(keys.begin, keys.end).empty(); });
     }
 
-    // The cache block that holds a position, or -1.
-    int64_t block_of(int64_t position) const {
+    // The cache block that holds a position of a sequence, or -1.
+    int64_t block_of(int64_t sequence, int64_t position) const {
         const int64_t index = position / a_->block_size;
         if (index >= a_->table_width) return -1;
-        const int32_t block = a_->block_tables[sequence_ * a_->table_width + index];
+        const int32_t block = a_->block_tables[sequence * a_->table_width + index];
         return block < a_->blocks ? block : -1;
     }
 
-    bool find_granule(int64_t position, int g, Granules<Number>& granules) const {
-        const int64_t block = block_of(position);
+    bool find_granule(const KeyBlock& keys, int g, Granules<Number>& granules) const {
+        const int64_t position = keys.start + g * kGranule, block = block_of(keys.sequence, position);
         if (block < 0) return false;
-        const int64_t at = layout_.head(*a_, block, kv_head_) + position % a_->block_size * layout_.stride;
+        const int64_t at = layout_.head(*a_, block, keys.kv_head) + position % a_->block_size * layout_.stride;
         granules.keys[g] = static_cast<const Number*>(a_->k_cache) + at;
         granules.values[g] = static_cast<const Number*>(a_->v_cache) + at;
         return true;
@@ -79,7 +85,7 @@ private:
         here.values[g] = values;
         seen = seen.clip(g * kGranule, (g + 1) * kGranule);
         for (int32_t key = seen.begin; key < seen.end; ++key) {
-            const int64_t position = start + key, block = block_of(position);
+            const int64_t position = start + key, block = block_of(sequence_, position);
             if (block < 0 && is_seen(local, {key, key + 1})) return false;
             if (block < 0) continue;
             const int64_t head = layout_.head(*a_, block, kv_head_);
@@ -89,10 +95,10 @@ private:
         return true;
     }
 
-    // What to prefetch: the granules of the next block, where there are any.
-    void find_ahead(int32_t start) {
+    // What to prefetch, where there is any.
+    void find_ahead(const KeyBlock& next) {
         for (int g = 0; g < kGranules; ++g)
-            if (layout_.granule < kGranule || !find_granule(start + g * kGranule, g, ahead))
+            if (layout_.granule < kGranule || !find_granule(next, g, ahead))
                 ahead.keys[g] = ahead.values[g] = nothing_.data();
     }
 

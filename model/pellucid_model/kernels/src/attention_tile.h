@@ -29,6 +29,10 @@ struct TokenTile {
     Range sink_blocks, window_blocks;  // in units of kBlock positions
 
     int32_t pieces() const { return sink_blocks.size() + window_blocks.size(); }
+    bool to_sinks(int32_t piece) const { return piece < sink_blocks.size(); }
+    int32_t start(int32_t piece) const {  // a position
+        return kBlock * (to_sinks(piece) ? sink_blocks.begin + piece : window_blocks.begin + piece - sink_blocks.size());
+    }
 };
 
 // What a piece gives the rows of a tile: [rows, stride], [rows], [rows]. sum 0: the row sees nothing of it.
@@ -44,22 +48,23 @@ struct Partial {
 template <class Format>
 class TileAttention {
 public:
-    // Attends over all keys and writes the rows of `out`.
-    void run(const Arguments& arguments, std::atomic<int32_t>& status, const TokenTile& tile, int64_t kv_head) {
+    // Attends over all keys and writes the rows of `out`. next: what this thread needs afterwards, to be prefetched.
+    void run(const Arguments& arguments, std::atomic<int32_t>& status, const TokenTile& tile, int64_t kv_head,
+             const KeyBlock& next) {
         start(arguments, status, tile, kv_head);
         const Partial partial(memory_.data(), rows_, stride_);
-        for_each_piece(0, tile.pieces(), [&](int32_t) { return partial; }, [&] { merge(partial); });
+        for_each_piece(0, tile.pieces(), next, [&](int32_t) { return partial; }, [&] { merge(partial); });
         write_result();
     }
 
     // Makes the partials of pieces [begin, end) only, at `memory` + piece * Partial::size.
     void run_part(const Arguments& arguments, std::atomic<int32_t>& status, const TokenTile& tile, int64_t kv_head,
-                  int32_t begin, int32_t end, float* memory) {
+                  const KeyBlock& next, int32_t begin, int32_t end, float* memory) {
         start(arguments, status, tile, kv_head);
         const auto place = [&](int32_t piece) {
             return Partial(memory + piece * Partial::size(rows_, stride_), rows_, stride_);
         };
-        for_each_piece(begin, end, place, [] {});
+        for_each_piece(begin, end, next, place, [] {});
     }
 
     // Merges what run_part has made of all pieces, and writes the rows of `out`.
@@ -94,13 +99,12 @@ private:
     }
 
     template <class Place, class Done>
-    void for_each_piece(int32_t begin, int32_t end, const Place& place, const Done& done) {
-        const int32_t sinks = tile_.sink_blocks.size();
+    void for_each_piece(int32_t begin, int32_t end, const KeyBlock& next, const Place& place, const Done& done) {
         for (int32_t piece = begin; piece < end; ++piece) {
-            const bool to_sinks = piece < sinks;
-            if (piece == begin || piece == sinks) look_at(to_sinks);
-            const int32_t block = to_sinks ? tile_.sink_blocks.begin + piece : tile_.window_blocks.begin + piece - sinks;
-            attend_block(block * kBlock, to_sinks, place(piece));
+            const bool to_sinks = tile_.to_sinks(piece);
+            if (piece == begin || to_sinks != tile_.to_sinks(piece - 1)) look_at(to_sinks);
+            const KeyBlock own_next{a_->row_sequence[tile_.first], kv_head_, tile_.start(piece + 1)};
+            attend_block(tile_.start(piece), to_sinks, piece + 1 < end ? own_next : next, place(piece));
             done();
         }
     }
@@ -119,7 +123,7 @@ private:
         }
     }
 
-    void attend_block(int32_t start, bool to_sinks, const Partial& partial) {
+    void attend_block(int32_t start, bool to_sinks, const KeyBlock& next, const Partial& partial) {
         Range seen{kBlock, 0};  // by any row, within this block
         for (int64_t r = 0; r < rows_; ++r) {
             local_[r] = ranges_[r].clip(start, start + kBlock).from(start);
@@ -129,7 +133,7 @@ private:
         std::fill_n(partial.sum, rows_, 0.0f);
         std::fill_n(partial.largest, rows_, -INFINITY);
         if (seen.empty()) return;
-        if (!block_.find(start, seen, local_)) {
+        if (!block_.find(start, seen, local_, next)) {
             *status_ = kBadBlock;
             return;
         }
@@ -139,7 +143,7 @@ private:
             const int last = (seen.end + kGranule - 1) / kGranule;
             scores_.run(row, count, block_, seen.begin / kGranule, last, score_);
             for (int64_t r = row; r < row + count; ++r)
-                if (!local_[r].empty()) softmax(r, &score_[(r - row) * kBlock], start, to_sinks, partial);
+                softmax(r, &score_[(r - row) * kBlock], seen, start, to_sinks, partial);
             values_.run(*a_, block_, score_, &local_[row], count, partial.values + row * stride_);
         }
     }
@@ -163,10 +167,16 @@ private:
         return a_->distance_bias ? s + bias_by_distance(head, query - key) : s;
     }
 
-    // Turns the scores of a row, in the granules where it sees something, into exponentials relative to their largest;
-    // what it does not see becomes 0.
-    __attribute__((noinline)) void softmax(int64_t r, float* scores, int32_t start, bool to_sinks,
+    // Turns the scores of a row into exponentials relative to their largest, in all granules where any row sees
+    // something; what the row itself does not see becomes 0.
+    __attribute__((noinline)) void softmax(int64_t r, float* scores, Range any, int32_t start, bool to_sinks,
                                            const Partial& partial) const {
+        const auto clear = [=](int at, int end) {
+            for (; at < end; at += 16) store(scores + at, broadcast(0.0f));
+        };
+        if (local_[r].empty()) return clear(any.begin / 16 * 16, any.end);
+        clear(any.begin / 16 * 16, local_[r].begin / 16 * 16);
+        clear((local_[r].end + 15) / 16 * 16, any.end);
         const int64_t row = tile_.first + r / group_, head = kv_head_ * group_ + r % group_;
         const int64_t query = to_sinks ? sink_query_position(*a_, row) : a_->positions[row];
         const bool plain = !(a_->softcap > 0) && !a_->alibi_slopes && !a_->distance_bias;

@@ -45,8 +45,9 @@ public:
     // out[r] = sum of exponential[r][key] * value[key] over the keys that row r of `count` sees (seen[r], from the
     // block's start). exponentials [count, kBlock], out [count, head_dim in whole vectors].
     //
-    // Packs of keys that all rows see go through one tile; the ragged ends before and after them row by row, so that
-    // the chains of each row stay in key order.
+    // Packs of keys that some row sees go through one tile: what a row does not see has the weight 0, which adds nothing
+    // as long as the values are finite. Where they are not, the tile has the packs that all rows see, and the ragged
+    // ends before and after them go row by row, so that the chains of each row stay in key order.
     void run(const Arguments& arguments, const GranuleFinder<Format>& block, const float* exponentials,
              const Range* seen, int64_t count, float* out) {
         a_ = &arguments;
@@ -56,18 +57,25 @@ public:
         const Left* weights = prepared_weights(exponentials, count);
         float* sums = one_vector() ? chains_ : out;
         std::fill_n(sums, count * stride_, 0.0f);
-        Range common{0, kBlock};
-        for (int64_t r = 0; r < count; ++r) common = common.clip(seen[r].begin, seen[r].end);
-        common = {(common.begin + Format::kPack - 1) / Format::kPack * Format::kPack,
-                  common.end / Format::kPack * Format::kPack};
-        if (common.empty()) common = {kBlock, kBlock};
-        const auto add_rows = [&](int32_t begin, int32_t end) {
-            for (int64_t r = 0; r < count; ++r)
-                add_ragged(weights + r * kBlock, seen[r].clip(begin, end), sums + r * stride_);
-        };
-        add_rows(0, common.begin);
-        if (!common.empty()) add_values(weights, count, common, block.here.values, sums);
-        add_rows(common.end, kBlock);
+        Range common{0, kBlock}, any{kBlock, 0};
+        for (int64_t r = 0; r < count; ++r) {
+            common = common.clip(seen[r].begin, seen[r].end);
+            if (!seen[r].empty()) any = {std::min(any.begin, seen[r].begin), std::max(any.end, seen[r].end)};
+        }
+        common = {whole_packs(common.begin + Format::kPack - 1), whole_packs(common.end)};
+        any = {whole_packs(any.begin), whole_packs(any.end + Format::kPack - 1)};
+        if (common.empty()) common = {any.end, any.end};
+        if (all_finite({any.begin, common.begin}) && all_finite({common.end, any.end})) {
+            if (!any.empty()) add_values(weights, count, any, block.here.values, sums);
+        } else {
+            const auto add_rows = [&](int32_t begin, int32_t end) {
+                for (int64_t r = 0; r < count; ++r)
+                    add_ragged(weights + r * kBlock, seen[r].clip(begin, end), sums + r * stride_);
+            };
+            add_rows(0, common.begin);
+            if (!common.empty()) add_values(weights, count, common, block.here.values, sums);
+            add_rows(common.end, kBlock);
+        }
         if (!one_vector()) return;
         for (int64_t r = 0; r < count; ++r, sums += stride_)
             store(out + r * 16, (load(sums) + load(sums + 16)) + (load(sums + 32) + load(sums + 48)));
@@ -75,6 +83,19 @@ public:
 
 private:
     bool one_vector() const { return a_->head_dim <= 16; }
+
+    static int32_t whole_packs(int32_t keys) { return keys / Format::kPack * Format::kPack; }
+
+    // Whether the values of these packs are.
+    bool all_finite(Range keys) const {
+        for (int32_t key = keys.begin; key < keys.end;) {
+            const int32_t end = std::min(keys.end, (key / kGranule + 1) * kGranule);
+            const Number* values = block_->here.values[key / kGranule] + key % kGranule * width_;
+            if (!is_finite(values, (end - key) * width_)) return false;
+            key = end;
+        }
+        return true;
+    }
 
     // The exponentials of `count` rows as the left side of a product.
     const Left* prepared_weights(const float* exponentials, int64_t count) {

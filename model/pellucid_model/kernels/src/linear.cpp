@@ -16,29 +16,62 @@
 namespace pellucid {
 namespace {
 
+// Two runs of memory of the same length, the second one a gate's or null: what a thread reads next.
+struct Weights {
+    const std::byte *weights = nullptr, *gate = nullptr;
+    int64_t bytes = 0;  // of each
+};
+
+// Gives out to products what they fetch, each the next part, until there is nothing more.
+class Fetching {
+public:
+    // For `products` of them, which read `panel_bytes` each.
+    Fetching(const Weights& next, int64_t products, int64_t panel_bytes)
+        : next_(next), total_(next.gate ? 2 * next.bytes : next.bytes) {
+        while (panel_bytes >> (shift_ + 1) > 0 && (panel_bytes >> (shift_ + 1)) * products >= total_) ++shift_;
+        part_ = panel_bytes >> shift_;
+    }
+
+    Ahead part(const std::byte* own_panel) {
+        const int64_t at = done_;
+        if (at >= total_) return {own_panel, Ahead::kNothing};
+        done_ += part_;
+        return {at < next_.bytes ? next_.weights + at : next_.gate + (at - next_.bytes), shift_};
+    }
+
+private:
+    const Weights next_;
+    int64_t total_, part_ = 0, done_ = 0;
+    int shift_ = 0;
+};
+
 template <class Format>
 class Linear {
     using Left = typename Format::Left;
 
 public:
     explicit Linear(const LinearArguments& arguments)
-        : a_(arguments), stride_(Format::left_per_row(a_.inputs)), panel_bytes_(Format::panel_bytes(a_.inputs)) {}
+        : a_(arguments), stride_(Format::left_per_row(a_.inputs)), panel_bytes_(Format::panel_bytes(a_.inputs)) {
+        int64_t outputs = 0;
+        for (int64_t i = 0; i < a_.layer_count; ++i) outputs += a_.layers[i].outputs * matrices(a_.layers[i]);
+        threads_ = useful_threads(a_.threads, a_.rows * a_.inputs * outputs);
+    }
 
     void run() {
-        int64_t outputs = 0;
-        for (int64_t i = 0; i < a_.layer_count; ++i) outputs += a_.layers[i].outputs * (a_.layers[i].gate_weight ? 2 : 1);
-        const int threads = useful_threads(a_.threads, a_.rows * a_.inputs * outputs);
-        left_ = prepare(threads);
-        multiply(threads);
+        if (a_.rows == 0) return;
+        left_ = prepare();
+        multiply();
     }
 
 private:
-    const Left* prepare(int threads) const {
+    static int matrices(const LinearLayer& layer) { return layer.gate_weight ? 2 : 1; }
+
+    const Left* prepare() const {
         if constexpr (Format::kTakesFloats)
             if (a_.norm == kNoNorm) return a_.x;
         Left* left = scratch<Left, kPreparedRows>(a_.rows * stride_);
-        const EvenParts parts(a_.rows, std::max<int64_t>(1, divide_up(a_.rows, 4 * threads)));
-        for_each_unit(useful_threads(threads, a_.rows * a_.inputs * 4), parts.count, [&](int64_t part, int) {
+        const EvenParts parts(a_.rows, std::max<int64_t>(1, divide_up(a_.rows, 4 * threads_)));
+        for_each_unit(useful_threads(threads_, a_.rows * a_.inputs * 4), parts.count, [&](int64_t part, int) {
             for (int64_t row = parts.begin(part); row < parts.begin(part) + parts.size(part); ++row)
                 Format::prepare(normalised(a_.x + row * a_.inputs), a_.inputs, left + row * stride_);
         });
@@ -55,119 +88,139 @@ private:
         return out;
     }
 
-    void multiply(int threads) const {
-        const EvenParts tiles(a_.rows, Format::kRows);
-        const int64_t row_parts = std::clamp<int64_t>(a_.rows / Format::kRows / 8, 1, 8);
-        std::vector<Span> spans;
-        for (int64_t i = 0; i < a_.layer_count; ++i) cut(a_.layers[i], threads, spans);
-        for_each_unit(threads, static_cast<int64_t>(spans.size()) * row_parts, [&](int64_t unit, int) {
-            const Span& span = spans[unit / row_parts];
-            const int64_t part = unit % row_parts;
-            const int64_t first_tile = tiles.count * part / row_parts, last_tile = tiles.count * (part + 1) / row_parts;
-            // Some rows stay in the cache while panels go by; with many, a span of panels stays while rows go by. The
-            // fewest wait for memory alone, which likes long runs.
-            const bool rows_stay = a_.rows <= kRowsThatStay && a_.rows > Format::kWideRows;
-            const int64_t most = rows_stay ? 2 : span.last - span.first;
-            Visit visit{span.first, 0, span.last, tiles.count, 0};
-            for (; visit.first < span.last; visit.first = visit.last) {
-                visit.last = std::min(visit.first + most, span.last);
-                for (visit.tile = first_tile; visit.tile < last_tile; ++visit.tile)
-                    for (int i = 0; i < span.pass_count; ++i)
-                        block(span.passes[i], tiles.begin(visit.tile), tiles.size(visit.tile), visit);
+    // Panels [first, last) of a layer, and of its gate.
+    struct Run {
+        const LinearLayer* layer;
+        int64_t first, last;
+    };
+
+    // A unit is a run of panels for a part of the rows. In every part it is visited a few panels at a time, by all row
+    // tiles: the panels stay in the nearest cache, the part's rows in the next one.
+    void multiply() const {
+        const EvenParts parts = row_parts();
+        static thread_local std::vector<Run> runs;
+        cut(runs);
+        const auto run_count = static_cast<int64_t>(runs.size()), units = run_count * parts.count;
+        for_each_unit(threads_, units, [&, all = runs.data()](int64_t unit, int worker) {
+            const Run& run = all[unit % run_count];
+            const int64_t row = parts.begin(unit / run_count), rows = parts.size(unit / run_count);
+            const bool last = unit + 1 == first_unit(worker + 1, units, threads_);
+            const Weights then = last ? next_operator(worker) : first_read(all[(unit + 1) % run_count]);
+            const EvenParts tiles(rows, Format::kRows);
+            for (Run visit = first_visit(run); visit.first < run.last; visit = next_visit(run, visit)) {
+                const Run next = next_visit(run, visit);
+                const int64_t products = tiles.count * (visit.last - visit.first) * matrices(*run.layer);
+                Fetching fetching(next.first < run.last ? read(next) : then, products, panel_bytes_);
+                for (int64_t tile = 0; tile < tiles.count; ++tile)
+                    block(visit, row + tiles.begin(tile), tiles.size(tile), fetching);
             }
         });
     }
 
-    // Panels [first, last) of a layer, for all rows or a part of them.
-    struct Span {
-        Pass passes[2];
-        int pass_count;
-        int64_t first, last;
-    };
-
-    void cut(const LinearLayer& layer, int threads, std::vector<Span>& spans) const {
-        const int64_t outputs = layer.outputs;
-        const Pass gate{layer.gate_weight, layer.gate_bias, nullptr, layer.out, outputs, layer.activation, false};
-        Pass own{layer.weight, layer.bias, layer.residual, layer.out, outputs, layer.activation, false};
-        Span span{{own}, 1, 0, 0};
-        if (layer.gate_weight) {
-            own.activation = kNoActivation;
-            own.gated = true;
-            span = {{gate, own}, 2, 0, 0};
-        }
-        const int64_t panels = divide_up(outputs, kPanel);
-        const int64_t most = panels_per_span(panels, span.pass_count, threads);
-        for (; span.first < panels; span.first = span.last) {
-            span.last = std::min(span.first + most, panels);
-            spans.push_back(span);
-        }
+    // One for few rows: threads share out the panels, and every weight is read once. Of many, each thread takes its own,
+    // which no other core has touched then: as many in a part as the cache holds.
+    EvenParts row_parts() const {
+        if (a_.rows < threads_ * kRowsApart) return EvenParts(a_.rows, a_.rows);
+        const int64_t held = std::max<int64_t>(kHeldRowBytes / (stride_ * sizeof(Left)), kRowsApart);
+        const int64_t parts_each = divide_up(divide_up(a_.rows, threads_), held);
+        return EvenParts(a_.rows, divide_up(a_.rows, parts_each * threads_));
     }
 
-    // A long run from memory where weights are used once; what the L2 cache holds where many row tiles use them again.
-    int64_t panels_per_span(int64_t panels, int passes, int threads) const {
-        const int64_t bytes = (512 << 10) / (a_.rows <= Format::kRows ? 1 : passes);
-        return std::clamp<int64_t>(bytes / panel_bytes_, 1, divide_up(panels, 2 * threads));
+    // Runs of all layers, in the order in which workers take them: for each the same number, its share of every layer.
+    void cut(std::vector<Run>& runs) const {
+        runs.clear();
+        for (int worker = 0; worker < threads_; ++worker)
+            for (const LinearLayer* layer = a_.layers; layer < a_.layers + a_.layer_count; ++layer) {
+                const int64_t panels = divide_up(layer->outputs, kPanel), each = divide_up(panels, threads_);
+                const int64_t most = std::max<int64_t>(kRunBytes / (panel_bytes_ * matrices(*layer)), 1);
+                const int64_t count = std::max<int64_t>(divide_up(each, most), std::min<int64_t>(each, 2));
+                const int64_t first = panels * worker / threads_;
+                const int64_t share = panels * (worker + 1) / threads_ - first;
+                for (int64_t i = 0; i < count; ++i)
+                    runs.push_back({layer, first + share * i / count, first + share * (i + 1) / count});
+            }
     }
 
-    // A row tile's turn at panels [first, last), of a span that goes on to `end`; there are `tiles` row tiles in all.
-    struct Visit {
-        int64_t first, last, end;
-        int64_t tiles, tile;
-    };
+    Run first_visit(const Run& run) const { return next_visit(run, {run.layer, run.first, run.first}); }
 
-    // Rows [row, row + count). Few rows take two panels at once, to keep the multipliers busy.
-    void block(const Pass& pass, int64_t row, int64_t count, const Visit& visit) const {
+    // The panels behind those of `visit`; none at the end. Very few rows wait for memory alone, which likes long runs.
+    Run next_visit(const Run& run, const Run& visit) const {
+        const int64_t held = std::max<int64_t>(kVisitBytes / (panel_bytes_ * matrices(*run.layer)), 1);
+        const int64_t most = a_.rows <= Format::kWideRows ? run.last : held;
+        return {run.layer, visit.last, std::min(visit.last + most, run.last)};
+    }
+
+    Weights read(const Run& run) const {
+        const auto at = [&](const void* weight) {
+            return weight ? static_cast<const std::byte*>(weight) + run.first * panel_bytes_ : nullptr;
+        };
+        return {at(run.layer->weight), at(run.layer->gate_weight), (run.last - run.first) * panel_bytes_};
+    }
+    Weights first_read(const Run& run) const { return read(first_visit(run)); }
+
+    // What this worker reads first in the operator that comes next.
+    Weights next_operator(int worker) const {
+        if (!a_.next || a_.next->format != a_.format || a_.next->rows == 0) return {};
+        const Linear next(*a_.next);
+        if (worker >= next.threads_) return {};
+        static thread_local std::vector<Run> runs;
+        next.cut(runs);
+        const auto run_count = static_cast<int64_t>(runs.size());
+        const int64_t unit = first_unit(worker, run_count * next.row_parts().count, next.threads_);
+        return next.first_read(runs[unit % run_count]);
+    }
+
+    // A visit of rows [row, row + count). Few rows take two panels at once, to keep the multipliers busy.
+    void block(const Run& visit, int64_t row, int64_t count, Fetching& fetching) const {
         int64_t panel = visit.first;
         if (count <= Format::kWideRows)
             with_rows<Format::kWideRows>(count, [&](auto height) {
-                for (; panel + 2 <= visit.last; panel += 2) tile<height, 4>(pass, row, panel, {});
+                for (; panel + 2 <= visit.last; panel += 2) tile<height, 4>(*visit.layer, row, panel, fetching);
             });
         with_rows<Format::kRows>(count, [&](auto height) {
-            for (; panel < visit.last; ++panel) tile<height, 2>(pass, row, panel, ahead(pass, panel, visit));
+            for (; panel < visit.last; ++panel) tile<height, 2>(*visit.layer, row, panel, fetching);
         });
     }
 
-    // The panel that takes this one's place in the next visit is fetched by the first few row tiles, in equal parts.
-    Ahead ahead(const Pass& pass, int64_t panel, const Visit& visit) const {
-        const auto* weights = static_cast<const std::byte*>(pass.weight);
-        const int64_t next = panel + visit.last - visit.first;
-        const int shift = std::bit_width(static_cast<uint64_t>(visit.tiles)) - 1;
-        const bool has_part = visit.tile < int64_t{1} << shift;
-        if (next >= visit.end || !has_part || panel_bytes_ > kMostAhead) return {weights + panel * panel_bytes_, 0};
-        return {weights + next * panel_bytes_ + (visit.tile * panel_bytes_ >> shift), shift};
-    }
-
     template <int Rows, int Vectors>
-    void tile(const Pass& pass, int64_t row, int64_t panel, const Ahead& ahead) const {
+    void tile(const LinearLayer& layer, int64_t row, int64_t panel, Fetching& fetching) const {
         constexpr int kColumns = Vectors * 16;
-        alignas(64) float sums[Rows * kColumns];
-        product<Rows, Vectors>(pass.weight, row, panel, ahead, sums);
+        alignas(64) float sums[Rows * kColumns], gate[Rows * kColumns];
+        const auto multiply = [&](const void* weight, float* out) {
+            const auto* first = static_cast<const std::byte*>(weight) + panel * panel_bytes_;
+            product<Rows, Vectors>(left_ + row * stride_, first, fetching.part(first), out);
+        };
+        if (layer.gate_weight) multiply(layer.gate_weight, gate);
+        multiply(layer.weight, sums);
         const int64_t column = panel * kPanel;
-        finish(pass, {row, Rows, column, std::min<int64_t>(kColumns, pass.outputs - column)}, sums, kColumns);
+        const TilePlace place{row, Rows, column, std::min<int64_t>(kColumns, layer.outputs - column)};
+        finish(layer, place, sums, gate, kColumns);
     }
 
     // out [Rows, Vectors * 16]
     template <int Rows, int Vectors>
-    __attribute__((noinline)) void product(const void* weight, int64_t row, int64_t panel, const Ahead& ahead,
+    __attribute__((noinline)) void product(const Left* left, const std::byte* panel, const Ahead& ahead,
                                            float* out) const {
         F16 sums[Rows][Vectors];
 #pragma GCC unroll 16
         for (int r = 0; r < Rows; ++r)
 #pragma GCC unroll 4
             for (int v = 0; v < Vectors; ++v) sums[r][v] = broadcast(0.0f);
-        const auto* first = static_cast<const std::byte*>(weight) + panel * panel_bytes_;
-        Format::multiply(left_ + row * stride_, stride_, first, panel_bytes_, a_.inputs, ahead, sums);
+        Format::multiply(left, stride_, panel, panel_bytes_, a_.inputs, ahead, sums);
 #pragma GCC unroll 16
         for (int r = 0; r < Rows; ++r)
 #pragma GCC unroll 4
             for (int v = 0; v < Vectors; ++v) store(out + (r * Vectors + v) * 16, sums[r][v]);
     }
 
-    static constexpr int64_t kRowsThatStay = 64;
-    static constexpr int64_t kMostAhead = 192 << 10;  // bytes of a panel, of which the cache holds four
+    static constexpr int64_t kRowsApart = 16;            // of a thread that reads all weights
+    static constexpr int64_t kRunBytes = 512 << 10;      // of a run, about
+    static constexpr int64_t kVisitBytes = 20 << 10;     // of panels in the nearest cache, at least one
+    static constexpr int64_t kHeldRowBytes = 256 << 10;  // of prepared rows in the next cache
 
     const LinearArguments& a_;
     const int64_t stride_, panel_bytes_;
+    int threads_;
     const Left* left_ = nullptr;
 };
 
@@ -183,7 +236,7 @@ void run(const LinearArguments& arguments) {
 void run_plain(WeightFormat format, const float* x, const void* weight, const float* bias, float* out, int64_t rows,
                int64_t inputs, int64_t outputs, int threads) {
     const LinearLayer layer{weight, bias, nullptr, nullptr, nullptr, out, outputs, kNoActivation};
-    run({x, nullptr, nullptr, &layer, 1, rows, inputs, 0.0f, kNoNorm, format, threads});
+    run({x, nullptr, nullptr, &layer, 1, rows, inputs, 0.0f, kNoNorm, format, threads, nullptr});
 }
 
 }  // namespace

@@ -30,6 +30,7 @@ struct LinearArguments {
     int32_t norm;    // of x, before all layers
     int32_t format;  // of all their weights
     int32_t threads;
+    const LinearArguments* next;  // the operator whose weights are read after this one's, or null
 };
 
 }  // namespace pellucid

@@ -7,17 +7,6 @@
 namespace pellucid {
 namespace {
 
-// One matrix with what follows it. A layer with a gate is two: the gate, activated, goes to `out` first.
-struct Pass {
-    const void* weight;
-    const float* bias;
-    const float* residual;
-    float* out;
-    int64_t outputs;
-    int32_t activation;
-    bool gated;  // multiply by what `out` holds
-};
-
 // Where a tile lies in the output.
 struct TilePlace {
     int64_t row, rows, column, columns;
@@ -27,29 +16,35 @@ struct Unchanged {
     PELLUCID_INLINE F16 operator()(F16 x) const { return x; }
 };
 
-// sums [rows, stride]
+// sums, gate [rows, stride]; gate is read where the layer has one.
 template <class Activate>
-void finish(const Pass& pass, const TilePlace& tile, const float* sums, int64_t stride) {
-    for (int64_t r = 0; r < tile.rows; ++r, sums += stride) {
-        const int64_t at = (tile.row + r) * pass.outputs + tile.column;
-        for_each_vector(tile.columns, [&](int64_t i, int count) {
+void finish(const LinearLayer& layer, const TilePlace& tile, const float* sums, const float* gate, int64_t stride) {
+    for (int64_t r = 0; r < tile.rows; ++r, sums += stride, gate += stride) {
+        const int64_t at = (tile.row + r) * layer.outputs + tile.column;
+        for_each_vector(tile.columns, [&](int64_t i, auto count) {
             F16 value = load(sums + i, count);
-            if (pass.bias) value = value + load(pass.bias + tile.column + i, count);
-            value = Activate()(value);
-            if (pass.gated) value = load(pass.out + at + i, count) * value;
-            if (pass.residual) value = load(pass.residual + at + i, count) + value;
-            store(pass.out + at + i, value, count);
+            if (layer.bias) value = value + load(layer.bias + tile.column + i, count);
+            if (layer.gate_weight) {
+                F16 factor = load(gate + i, count);
+                if (layer.gate_bias) factor = factor + load(layer.gate_bias + tile.column + i, count);
+                value = Activate()(factor) * value;
+            } else {
+                value = Activate()(value);
+            }
+            if (layer.residual) value = load(layer.residual + at + i, count) + value;
+            store(layer.out + at + i, value, count);
         });
     }
 }
 
-__attribute__((noinline)) void finish(const Pass& pass, const TilePlace& tile, const float* sums, int64_t stride) {
-    switch (pass.activation) {
-        case kRelu: return finish<Relu>(pass, tile, sums, stride);
-        case kGelu: return finish<Gelu>(pass, tile, sums, stride);
-        case kGeluTanh: return finish<GeluTanh>(pass, tile, sums, stride);
-        case kSilu: return finish<Silu>(pass, tile, sums, stride);
-        default: return finish<Unchanged>(pass, tile, sums, stride);
+__attribute__((noinline)) void finish(const LinearLayer& layer, const TilePlace& tile, const float* sums,
+                                      const float* gate, int64_t stride) {
+    switch (layer.activation) {
+        case kRelu: return finish<Relu>(layer, tile, sums, gate, stride);
+        case kGelu: return finish<Gelu>(layer, tile, sums, gate, stride);
+        case kGeluTanh: return finish<GeluTanh>(layer, tile, sums, gate, stride);
+        case kSilu: return finish<Silu>(layer, tile, sums, gate, stride);
+        default: return finish<Unchanged>(layer, tile, sums, gate, stride);
     }
 }
 

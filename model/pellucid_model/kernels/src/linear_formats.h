@@ -24,6 +24,8 @@ PELLUCID_INLINE const Weight* vector_of(const std::byte* panel, int64_t panel_by
 // What a tile fetches into the cache while it is multiplied, so that memory works at the same time: `weights`, as many
 // bytes as its own shifted right. Tiles two panels wide fetch nothing: they read as fast as memory gives.
 struct Ahead {
+    static constexpr int kNothing = 63;  // as shift: `weights` over and over, which are there
+
     const std::byte* weights;
     int shift;
 

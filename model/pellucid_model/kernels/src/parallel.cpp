@@ -4,9 +4,11 @@
 // thread that the system has put aside, because something else runs on its core, costs nothing. A barrier, as at the end
 // of an OpenMP region, waits for every thread, and on busy cores that is a wait of whole scheduler slices.
 //
-// Units are claimed from one number, `ticket`: the job's generation in its upper half, the next unit in its lower half.
-// Claiming is a compare-and-swap of both, so that a thread which comes late, with an old job's description in its hands,
-// cannot claim a unit of a new one.
+// Every worker begins with its own share of a job's units, always the same part of them, so that what it wrote in one
+// job is in its cache in the next; then it takes what is left of the others' shares. Units of a share are claimed from
+// one number, its ticket: the job's generation in the upper half, the next unit in the lower half. Claiming is a
+// compare-and-swap of both, so that a thread which comes late, with an old job's description in its hands, cannot claim
+// a unit of a new one.
 #include "parallel.h"
 
 #include <atomic>
@@ -20,6 +22,7 @@ namespace {
 using Call = void (*)(void*, int64_t, int);
 
 constexpr uint64_t kUnit = 0xffffffff;  // the lower half; all ones: closed, nothing to claim
+constexpr int kMostThreads = 256;
 constexpr uint32_t generation_of(uint64_t ticket) { return static_cast<uint32_t>(ticket >> 32); }
 
 // Operators of one step follow each other within microseconds. Looking out for the next one is cheaper than sleeping,
@@ -36,43 +39,55 @@ class Pool {
 public:
     void run(int threads, int64_t units, Call call, void* context) {
         const std::lock_guard<std::mutex> one_job_at_a_time(mutex_);
+        threads = std::min(threads, kMostThreads);
         for (; helpers_ < threads - 1; ++helpers_) std::thread([this, worker = helpers_ + 1] { help(worker); }).detach();
         publish(threads, units, call, context);
-        drain(generation_of(ticket_.load(std::memory_order_relaxed)), 0);
+        drain(generation_, 0);
         for (int spins = 0; done_.load(std::memory_order_acquire) < units; ++spins)
             spins % 64 == 63 ? std::this_thread::yield() : relax();
     }
 
 private:
     void publish(int threads, int64_t units, Call call, void* context) {
-        const uint32_t generation = generation_of(ticket_.load(std::memory_order_relaxed)) + 1;
-        ticket_.store(uint64_t{generation} << 32 | kUnit, std::memory_order_relaxed);
-        // Whoever sees a new description below also sees that the old ticket is closed.
+        ++generation_;
+        for (int worker = 0; worker < threads; ++worker)
+            shares_[worker].ticket.store(uint64_t{generation_} << 32 | kUnit, std::memory_order_relaxed);
+        // Whoever sees a new description below also sees that the old tickets are closed.
         std::atomic_thread_fence(std::memory_order_release);
         threads_.store(threads, std::memory_order_relaxed);
         units_.store(units, std::memory_order_relaxed);
         call_.store(call, std::memory_order_relaxed);
         context_.store(context, std::memory_order_relaxed);
         done_.store(0, std::memory_order_relaxed);
-        ticket_.store(uint64_t{generation} << 32, std::memory_order_release);
-        published_.store(generation, std::memory_order_seq_cst);
+        for (int worker = 0; worker < threads; ++worker)
+            shares_[worker].ticket.store(uint64_t{generation_} << 32 | static_cast<uint64_t>(first_unit(worker, units, threads)),
+                                         std::memory_order_release);
+        published_.store(generation_, std::memory_order_seq_cst);
         if (sleepers_.load(std::memory_order_seq_cst) > 0) published_.notify_all();
     }
 
     // Claims and runs units of the job `generation` until there are none.
     void drain(uint32_t generation, int worker) {
-        uint64_t ticket = ticket_.load(std::memory_order_acquire);
+        const int threads = threads_.load(std::memory_order_relaxed);
         const int64_t units = units_.load(std::memory_order_relaxed);
         const Call call = call_.load(std::memory_order_relaxed);
         void* const context = context_.load(std::memory_order_relaxed);
-        if (worker >= threads_.load(std::memory_order_relaxed)) return;
         std::atomic_thread_fence(std::memory_order_acquire);
-        while (generation_of(ticket) == generation && static_cast<int64_t>(ticket & kUnit) < units) {
-            if (!ticket_.compare_exchange_weak(ticket, ticket + 1, std::memory_order_acq_rel)) continue;
-            call(context, static_cast<int64_t>(ticket & kUnit), worker);
-            done_.fetch_add(1, std::memory_order_release);
-            ticket = ticket_.load(std::memory_order_acquire);
+        if (worker >= threads) return;
+        int64_t done = 0;
+        for (int i = 0; i < threads; ++i) {
+            const int owner = (worker + i) % threads;
+            const auto end = static_cast<uint64_t>(first_unit(owner + 1, units, threads));
+            std::atomic<uint64_t>& shared = shares_[owner].ticket;
+            uint64_t ticket = shared.load(std::memory_order_acquire);
+            while (generation_of(ticket) == generation && (ticket & kUnit) < end) {
+                if (!shared.compare_exchange_weak(ticket, ticket + 1, std::memory_order_acq_rel)) continue;
+                call(context, static_cast<int64_t>(ticket & kUnit), worker);
+                ++done;
+                ticket = shared.load(std::memory_order_acquire);
+            }
         }
+        if (done > 0) done_.fetch_add(done, std::memory_order_release);
     }
 
     [[noreturn]] void help(int worker) {
@@ -100,9 +115,14 @@ private:
         }
     }
 
+    struct alignas(64) Share {
+        std::atomic<uint64_t> ticket{kUnit};
+    };
+
+    Share shares_[kMostThreads];
     std::mutex mutex_;
     int helpers_ = 0;  // threads besides callers
-    std::atomic<uint64_t> ticket_{kUnit};
+    uint32_t generation_ = 0;
     std::atomic<uint32_t> published_{0};  // generation of the newest job
     std::atomic<int> sleepers_{0};
     std::atomic<int> threads_{0};

@@ -19,6 +19,9 @@ inline int useful_threads(int threads, int64_t work) {
     return static_cast<int>(std::clamp<int64_t>(work / kWorkPerThread, 1, threads));
 }
 
+// Where the share of the units that `worker` begins with begins.
+inline int64_t first_unit(int worker, int64_t units, int threads) { return units * worker / threads; }
+
 // body(unit, worker) for every unit; see run_units.
 template <class Body>
 void for_each_unit(int threads, int64_t units, const Body& body) {

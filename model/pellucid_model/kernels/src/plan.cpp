@@ -79,7 +79,7 @@ struct Batch {
 
 class Step {
 public:
-    explicit Step(const Batch& batch) : batch_(batch) {}
+    Step(const Batch& batch, const Instruction* end) : batch_(batch), end_(end) {}
 
     int32_t run(const Instruction& i) const {
         const int64_t rows = batch_.rows[i.out.phase];
@@ -182,8 +182,16 @@ private:
         }
     }
 
-    void linear(const Instruction& i) const {
+    // A linear layer's arguments, but for what it reads and writes.
+    LinearArguments linear_arguments(const Instruction& i) const {
         LinearArguments arguments = *static_cast<const LinearArguments*>(i.first);
+        arguments.rows = batch_.rows[i.a.phase];
+        arguments.threads = batch_.threads;
+        return arguments;
+    }
+
+    void linear(const Instruction& i) const {
+        LinearArguments arguments = linear_arguments(i), next;
         const auto* places = static_cast<const LayerPlaces*>(i.second);
         LinearLayer layers[kMostLayers];
         for (int64_t n = 0; n < arguments.layer_count; ++n) {
@@ -193,8 +201,12 @@ private:
         }
         arguments.x = at(i.a, 0);
         arguments.layers = layers;
-        arguments.rows = batch_.rows[i.a.phase];
-        arguments.threads = batch_.threads;
+        const Instruction* following = &i + 1;
+        while (following < end_ && following->kind != kLinear) ++following;
+        if (following < end_) {
+            next = linear_arguments(*following);
+            arguments.next = &next;
+        }
         pellucid_fused_linear(&arguments);
     }
 
@@ -247,6 +259,7 @@ private:
     }
 
     const Batch& batch_;
+    const Instruction* const end_;
 };
 
 }  // namespace
@@ -255,7 +268,7 @@ private:
 // Returns kBeyondTable or the attention's Status; anything but kOk stops the step there.
 extern "C" int32_t pellucid_run_plan(const pellucid::Instruction* instructions, int64_t count,
                                      const pellucid::Batch* batch) {
-    const pellucid::Step step(*batch);
+    const pellucid::Step step(*batch, instructions + count);
     for (int64_t i = 0; i < count; ++i)
         if (const int32_t status = step.run(instructions[i]); status != pellucid::kOk) return status;
     return pellucid::kOk;

@@ -12,7 +12,9 @@ namespace {
 // AVX-512, which Zen 5 likes better than whole ones where rows lie a multiple of 4 KiB apart.
 template <class Body>
 PELLUCID_INLINE void for_each_vector(int64_t size, const Body& body) {
-    for (int64_t i = 0; i < size; i += 16) body(i, static_cast<int>(std::min<int64_t>(16, size - i)));
+    int64_t i = 0;
+    for (; i + 16 <= size; i += 16) body(i, Whole());
+    if (i < size) body(i, static_cast<int>(size - i));
 }
 
 PELLUCID_INLINE float inverse_root(float x) { return 1.0f / std::sqrt(x); }
@@ -89,7 +91,7 @@ struct Reciprocal {
 // The sum, or the largest, of a row. NaN where one of them is.
 PELLUCID_INLINE float row_sum(const float* x, int64_t size) {
     F16 sum = broadcast(0.0f);
-    for_each_vector(size, [&](int64_t i, int count) { sum = sum + load(x + i, count); });
+    for_each_vector(size, [&](int64_t i, auto count) { sum = sum + load(x + i, count); });
     return horizontal_sum(sum);
 }
 
@@ -102,12 +104,12 @@ inline float row_max(const float* x, int64_t size) {
 // out = x / sqrt(mean(x^2) + eps) * weight; weight [size] or null.
 PELLUCID_INLINE void rms_norm_row(const float* x, const float* weight, float* out, int64_t size, float eps) {
     F16 squares = broadcast(0.0f);
-    for_each_vector(size, [&](int64_t i, int count) {
+    for_each_vector(size, [&](int64_t i, auto count) {
         const F16 value = load(x + i, count);
         squares = fma(value, value, squares);
     });
     const F16 factor = broadcast(inverse_root(horizontal_sum(squares) / static_cast<float>(size) + eps));
-    for_each_vector(size, [&](int64_t i, int count) {
+    for_each_vector(size, [&](int64_t i, auto count) {
         F16 value = load(x + i, count) * factor;
         if (weight) value = value * load(weight + i, count);
         store(out + i, value, count);
@@ -118,14 +120,14 @@ PELLUCID_INLINE void rms_norm_row(const float* x, const float* weight, float* ou
 PELLUCID_INLINE void layer_norm_row(const float* x, const float* weight, const float* bias, float* out, int64_t size,
                                     float eps) {
     F16 sum = broadcast(0.0f), squares = broadcast(0.0f);
-    for_each_vector(size, [&](int64_t i, int count) { sum = sum + load(x + i, count); });
+    for_each_vector(size, [&](int64_t i, auto count) { sum = sum + load(x + i, count); });
     const F16 mean = broadcast(horizontal_sum(sum) / static_cast<float>(size));
-    for_each_vector(size, [&](int64_t i, int count) {
-        const F16 distance = keep_lanes(load(x + i, count) - mean, 0, count, broadcast(0.0f));
+    for_each_vector(size, [&](int64_t i, auto count) {
+        const F16 distance = keep_first(load(x + i, count) - mean, count);
         squares = fma(distance, distance, squares);
     });
     const F16 factor = broadcast(inverse_root(horizontal_sum(squares) / static_cast<float>(size) + eps));
-    for_each_vector(size, [&](int64_t i, int count) {
+    for_each_vector(size, [&](int64_t i, auto count) {
         F16 value = (load(x + i, count) - mean) * factor;
         if (weight) value = value * load(weight + i, count);
         if (bias) value = value + load(bias + i, count);

@@ -20,7 +20,7 @@ void map(const float* x, float* out, int64_t size, int threads) {
     constexpr int64_t kChunk = 4096;
     for_each_row((size + kChunk - 1) / kChunk, 8 * kChunk, threads, [=](int64_t chunk) {
         const int64_t offset = chunk * kChunk;
-        for_each_vector(std::min(kChunk, size - offset), [=](int64_t i, int count) {
+        for_each_vector(std::min(kChunk, size - offset), [=](int64_t i, auto count) {
             store(out + offset + i, Function()(load(x + offset + i, count)), count);
         });
     });

@@ -29,7 +29,7 @@ inline void look_up_row(const void* table, int32_t format, int64_t row, float* o
             break;
         case kBfloat16Rows: {
             const bf16* numbers = static_cast<const bf16*>(table) + row * width;
-            for_each_vector(width, [&](int64_t i, int count) { store(out + i, load(numbers + i, count), count); });
+            for_each_vector(width, [&](int64_t i, auto count) { store(out + i, load(numbers + i, count), count); });
             break;
         }
         case kFloat32Panels:
