@@ -24,10 +24,11 @@ from pellucid_benchmark.engines import PEER_ENGINES, Running
 from pellucid_benchmark.measuring import measure
 from pellucid_benchmark.memory import memory_of
 from pellucid_benchmark.models import BenchmarkModel, ModelUnavailable, find_model
+from pellucid_benchmark.precisions import PRECISIONS
 from pellucid_benchmark.processes import Worker, WorkerError
 from pellucid_benchmark.reporting import write_report
 from pellucid_benchmark.scenarios import LONG_CONTEXT, SCENARIOS, scenarios_for
-from pellucid_benchmark.servers import PRECISIONS, bundled_start_seconds
+from pellucid_benchmark.servers import bundled_start_seconds
 from pellucid_benchmark.under_load import NAME as UNDER_LOAD
 from pellucid_benchmark.under_load import measure_under_load
 

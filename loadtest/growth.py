@@ -25,9 +25,10 @@ import torch
 from pellucid_benchmark.costs import costs_of
 from pellucid_benchmark.growing import Point, points, step_seconds
 from pellucid_benchmark.growth_report import Growth, write_growth
+from pellucid_benchmark.precisions import PRECISIONS
 from pellucid_benchmark.processes import WorkerError, watching
 from pellucid_benchmark.random_models import SHAPES, write_random_llama
-from pellucid_benchmark.servers import PRECISIONS, PellucidServer
+from pellucid_benchmark.servers import PellucidServer
 
 
 def main(arguments: Sequence[str]) -> int:

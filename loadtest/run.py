@@ -4,10 +4,12 @@ usage: run.py [CHECKPOINT] [options of Locust and of docs/load-testing.md]
 
 Without CHECKPOINT the bundled model is served; with --host no server is started. Options win over what is set here:
 30 seconds, no web page, and 8 users in a closed loop. Order: the server starts, Locust runs, the server is stopped.
+--help starts none.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import signal
@@ -18,11 +20,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from pellucid_loadtest.options import add_flags
 from pellucid_loadtest.own_server import StartError, own_server
 
 LOCUSTFILE = Path(__file__).with_name("locustfile.py")
 DEFAULTS = ("--headless", "--run-time", "30s", "--loglevel", "WARNING", "--only-summary")
 CLOSED_LOOP_USERS = ("--users", "8", "--spawn-rate", "8")
+HELP = ("-h", "--help")
+VERSION = ("-V", "--version")
 START_FAILED = 2
 
 
@@ -30,6 +35,10 @@ def main(arguments: Sequence[str]) -> int:
     signal.signal(signal.SIGTERM, _end)
     checkpoint = list(arguments[:1]) if arguments and not arguments[0].startswith("-") else []
     options = list(arguments[len(checkpoint) :])
+    if _given(options, *HELP):
+        _print_help()
+    if _given(options, *HELP, *VERSION):
+        return _locust(options)
     users = () if _given(options, "--arrivals") else CLOSED_LOOP_USERS
     try:
         with contextlib.ExitStack() as stack:
@@ -45,6 +54,16 @@ def main(arguments: Sequence[str]) -> int:
         return START_FAILED
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
+
+
+def _print_help() -> None:
+    """What Locust's own help, which follows, leaves out: this script, and the flags of its locustfile."""
+    as_it_is = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(
+        usage=argparse.SUPPRESS, description=__doc__, formatter_class=as_it_is, add_help=False
+    )
+    add_flags(parser)
+    print(parser.format_help().lstrip(), flush=True)
 
 
 def _given(options: Sequence[str], *names: str) -> bool:

@@ -18,8 +18,8 @@ def is_peer(engine: str) -> bool:
 
 
 def precision_of(engine: str) -> str:
-    """ "llama.cpp:q8_0" -> "int8"."""
-    name = engine.partition(":")[2]
+    """Of the weights: "llama.cpp:q8_0" and "pellucid:int8+int8-cache" -> "int8"."""
+    name = engine.partition(":")[2].partition("+")[0]
     return _SAME.get(name, name)
 
 
@@ -105,9 +105,14 @@ def _model_aims(name: str, model: Mapping[str, Any]) -> Iterator[Aim]:
         if (each["engine"], each["scenario"]) == ("pellucid:bfloat16", "single") and each["share"] is not None:
             yield Aim(f"{name}, single: bfloat16 / read bandwidth", each["share"], BANDWIDTH_AIM, unit="×")
     for engine, times in model["under_load"].items():
-        what = f"{name}, short prompts under load: p99 of {precision_of(engine)} / (2 × idle p99 + a step)"
+        what = f"{name}, short prompts under load: p99 of {_name(engine)} / (2 × idle p99 + a step)"
         yield Aim(what, times["loaded_to_allowed"], 1.0, at_most=True, unit="×")
     for engine, memory in model["memory"].items():
         allowed = 1.3 * memory["weights_mib"] + memory["kv_cache_mib"] + MEMORY_AIM_MIB
-        what = f"{name}, memory: {precision_of(engine)} / (1.3 × weights + KV cache + 400 MiB)"
+        what = f"{name}, memory: {_name(engine)} / (1.3 × weights + KV cache + 400 MiB)"
         yield Aim(what, memory["resident_mib"] / allowed, 1.0, at_most=True, unit="×")
+
+
+def _name(engine: str) -> str:
+    """ "pellucid:int8+int8-cache" -> "int8+int8-cache"."""
+    return engine.partition(":")[2]

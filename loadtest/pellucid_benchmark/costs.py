@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from pellucid_benchmark.precisions import PRECISIONS
 from pellucid_benchmark.processes import WorkerError
 from pellucid_model.checkpoint import read_config
 from pellucid_model.decoder import Decoder
@@ -20,7 +21,9 @@ from pellucid_model.errors import ModelError
 from pellucid_model.kernels.modules import HEAD_RATIO
 
 BITS = {"float32": 32.0, "bfloat16": 16.0, "int8": 8.0, "int4": 5.0}
-"""Of a weight in a linear layer; for int4 with the scales and minima of its groups. docs/performance.md, Precision."""
+"""Of a number that is stored; for int4 with the scales and minima of its groups. docs/performance.md, Precision."""
+SCALE_BITS = 32.0
+"""Beside the keys, and the values, of a token and kv head in an int8 cache."""
 
 
 @dataclass(frozen=True)
@@ -53,36 +56,37 @@ class Costs:
 
 
 def costs_of(folder: Path, precision: str) -> Costs:
-    """From the shapes in config.json alone. Raises WorkerError, one line."""
+    """From the shapes in config.json alone; `precision` is one of PRECISIONS. Raises WorkerError, one line."""
     try:
         _, config = read_config(folder, [])
     except ModelError as error:
         raise WorkerError(str(error)) from None
     with torch.device("meta"):
         model = Decoder(config)
+    stored = PRECISIONS[precision]
     layers = [each for each in model.modules() if type(each) is nn.Linear]
-    read = sum(_bits(each, precision) * each.weight.numel() for each in layers) / 8
-    width = 4 if precision == "float32" else 2
+    read = sum(_bits(each, stored.weights) * each.weight.numel() for each in layers) / 8
     tables = [each for each in model.modules() if type(each) is nn.Embedding]
     rows = sum(each.weight.numel() for each in tables)
-    if config.tied_head and precision in ("float32", "bfloat16"):
+    if config.tied_head and stored.weights == stored.tables:
         rows -= model.embedding.weight.numel()  # They are the head's own memory.
     counted = {id(each.weight) for each in (*layers, *tables)}
     others = sum(each.numel() for each in model.parameters() if id(each) not in counted)
     operations = sum(2 * each.weight.numel() for each in layers)
     head = 2 * model.head.weight.numel()
-    kept = config.layers * config.kv_heads * config.head_dim
+    scale = SCALE_BITS if stored.cache == "int8" else 0.0
+    head_bits = config.head_dim * BITS[stored.cache] + scale
     return Costs(
-        weight_bytes=round(read + width * rows + 4 * others),
+        weight_bytes=round(read + BITS[stored.tables] / 8 * rows + 4 * others),
         read_bytes=round(read),
-        kv_token_bytes=2 * kept * width,
+        kv_token_bytes=round(2 * config.layers * config.kv_heads * head_bits / 8),
         body_operations=operations - head,
         head_operations=head,
         attention_operations=4 * config.layers * config.heads * config.head_dim,
     )
 
 
-def _bits(layer: nn.Linear, precision: str) -> float:
+def _bits(layer: nn.Linear, weights: str) -> float:
     """A head keeps 8 bits where the others have 4."""
     is_head = layer.out_features > HEAD_RATIO * layer.in_features
-    return BITS["int8" if precision == "int4" and is_head else precision]
+    return BITS["int8" if weights == "int4" and is_head else weights]

@@ -7,15 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pellucid_benchmark.counters import Counters
+from pellucid_benchmark.precisions import PRECISIONS
 from pellucid_benchmark.processes import WorkerError
 from pellucid_loadtest.own_server import StartError, own_server
-
-PRECISIONS = {
-    "float32": ("--dtype", "float32"),
-    "bfloat16": ("--dtype", "bfloat16"),
-    "int8": ("--quantize", "int8"),
-    "int4": ("--quantize", "int4"),
-}
 
 
 class PellucidServer:
@@ -28,7 +22,7 @@ class PellucidServer:
         self._running = contextlib.ExitStack()
         # Peers keep no prompts either; and a cache that only fills takes new memory in every run.
         fixed = ("--threads", str(threads), "--prefix-cache", "off")
-        arguments = [str(folder), *PRECISIONS[precision], *fixed, *options]
+        arguments = [str(folder), *PRECISIONS[precision].options, *fixed, *options]
         try:
             server = self._running.enter_context(own_server(arguments, metrics=True))
         except StartError as error:

@@ -6,11 +6,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from pellucid_benchmark.costs import Costs
+from pellucid_benchmark.precisions import PRECISIONS
 from pellucid_benchmark.scenarios import Scenario
 
 GIGA = 10**9
 _PRODUCTS = {"float32": "float32", "bfloat16": "bfloat16", "int8": "int8", "int4": "int8"}
-"""By precision: how linear layers multiply. 4-bit weights meet activations of 8 bits."""
+"""How layers of such weights multiply. 4-bit weights meet activations of 8 bits."""
+INT8_CACHE_PRODUCTS = 2
+"""What meets a number of an int8 cache has 15 bits, and is multiplied as two bytes."""
 
 
 def share_of_limit(
@@ -19,7 +22,7 @@ def share_of_limit(
     """1 is the limit; None where the scenario mixes the two. `value` is in tokens per second, as the scenario has it.
 
     decode: bytes of weights, keys and values against the read bandwidth. prefill: linear layers against the rate of
-    matrix products in their precision, attention against that in the cache's.
+    matrix products in their precision, attention against that in the cache's. `precision` is one of PRECISIONS.
     """
     match scenario.measure:
         case "decode":
@@ -27,8 +30,9 @@ def share_of_limit(
             return value * costs.step_bytes(1, context) / (GIGA * limits["read_gb_s"])
         case "prefill":
             linear, attention = costs.prompt_operations(scenario.prompt_tokens)
-            cache = "float32" if precision == "float32" else "bfloat16"
-            least = linear / limits[_rate(_PRODUCTS[precision])] + attention / limits[_rate(cache)]
+            stored = PRECISIONS[precision]
+            attention *= INT8_CACHE_PRODUCTS if stored.cache == "int8" else 1
+            least = linear / limits[_rate(_PRODUCTS[stored.weights])] + attention / limits[_rate(stored.cache)]
             return value / scenario.prompt_tokens * least / GIGA
         case "throughput":
             return None

@@ -1,4 +1,4 @@
-"""What is counted of requests, in which moment of their lives; `requests` alone says when that is.
+"""What is counted of requests, in which moment of their lives; `requests` and `progress` say when that is.
 
 Each request is counted once at its end: as a rejection where it never ran, else by how it ended.
 """
@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from pellucid_server import errors
 from pellucid_server.ends import End
+from pellucid_server.engine.messages import FinishKind
 from pellucid_server.live_request import LiveRequest, LiveSequence, Plan, unseen_tokens, window_moves
 from pellucid_server.metrics import Metrics
 
@@ -33,6 +34,13 @@ class Accounts:
                 self._metrics.inter_token.observe(at - sequence.last_token_at)
         elif request.first_token_at is None:
             self._metrics.time_to_first_token.observe(at - request.admitted_at)
+
+    def engine_finished(self, kind: FinishKind) -> None:
+        """The engine has ended a sequence."""
+        if kind == "non_finite":
+            self._metrics.non_finite_logits.inc()
+        elif kind == "deadline":
+            self._metrics.cancellations["deadline"].inc()
 
     def ended(self, request: LiveRequest, end: End) -> None:
         metrics = self._metrics

@@ -2,7 +2,7 @@
 
 Tokens come in from the engine's reader, which never waits; the stream's writer takes everything at once when it can
 write, up to what fits into a message. So a slow reader gets fewer, larger messages, and the buffer tells when it is too
-slow. A message costs several times what a token does: tokens that come faster than anybody could see gather, too.
+slow. Tokens that come faster than anybody could see gather, too (pace.py).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from pellucid_server.ends import End
 from pellucid_server.engine.messages import TokenLogprob
+from pellucid_server.pace import Pace
 
 MAX_MESSAGE_BYTES = 16 * 2**20
 """Of one message, in either direction."""
@@ -22,10 +23,6 @@ FULL_BYTES = MAX_MESSAGE_BYTES // 4
 TOKEN_BYTES = 4
 LOGPROB_BYTES = 24
 """Of a log-probability with its token, roughly; and of each alternative."""
-
-
-MESSAGE_GAP = 0.002
-"""Seconds from one message of a stream to the next, where the caller does not say how many tokens are to gather."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +44,8 @@ class DeliveryRules:
     min_tokens: int = 1
     with_text: bool = True
     with_token_ids: bool = True
-    gap: float = 0.0
-    """Seconds between the beginnings of two messages; the first one, ends and full ones do not wait for it."""
+    paced: bool = False
+    """Messages keep a gap; the first one, ends and full ones do not wait for it."""
 
 
 @dataclass(slots=True)
@@ -91,9 +88,10 @@ class Batch:
 class Outbox:
     """Coalesces deltas. Adding never waits; `wait` returns when there is something to write or all is over."""
 
-    def __init__(self, rules: DeliveryRules, patience: Patience = DEFAULT_PATIENCE) -> None:
+    def __init__(self, rules: DeliveryRules, patience: Patience = DEFAULT_PATIENCE, pace: Pace | None = None) -> None:
         self._rules = rules
         self._patience = patience
+        self._pace = pace if pace is not None else Pace()
         self._full: deque[Batch] = deque()
         """Older than what pends, and complete."""
         self._pending = Batch()
@@ -103,7 +101,7 @@ class Outbox:
         self._waiter: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._next_at = 0.0
-        """When the gap after the last message is over."""
+        """Until when what pends may gather; 0: no longer."""
         self._write_began: float | None = None
         self._writer: asyncio.Task[object] | None = None
 
@@ -144,12 +142,16 @@ class Outbox:
 
     def close(self) -> None:
         """Nothing more comes; what pends may go."""
+        if self._rules.paced and self._first_sent and not self._closed:
+            self._pace.streams -= 1
         self._closed = True
         self._wake_if_due()
 
     async def wait(self) -> None:
         """Returns when a message is due or the outbox is closed."""
-        if not self._is_due() or self._is_early(time.monotonic()):
+        if time.monotonic() >= self._next_at:
+            self._next_at = 0.0
+        if not self._is_due() or self._is_early():
             self._waiter = asyncio.get_running_loop().create_future()
             self._wake_if_due()
             await self._waiter
@@ -160,11 +162,17 @@ class Outbox:
             batch = self._full.popleft()
         else:
             batch, self._pending = self._pending, Batch()
-        self._first_sent = True
         self._write_began = time.monotonic()
-        self._next_at = self._write_began + self._rules.gap
+        if self._rules.paced:
+            self._begin_gap(self._write_began)
+        self._first_sent = True
         self._writer = asyncio.current_task()
         return batch
+
+    @property
+    def is_eager(self) -> bool:
+        """Whether the caller has said after how many tokens a message is to go."""
+        return not (self._rules.paced or self._rules.final_only)
 
     @property
     def has_more(self) -> bool:
@@ -194,19 +202,28 @@ class Outbox:
         waiter = self._waiter
         if waiter is None or waiter.done() or not self._is_due():
             return
-        now = time.monotonic()
-        if not self._is_early(now):
+        if not self._is_early():
             waiter.set_result(None)
         elif self._timer is None:
-            self._timer = waiter.get_loop().call_later(self._next_at - now, self._gap_is_over)
+            # Should no step come by then, what pends goes without one.
+            self._timer = waiter.get_loop().call_at(self._next_at + self._pace.gap / 2, self._gap_is_over)
+
+    def _begin_gap(self, now: float) -> None:
+        if not self._first_sent and not self._closed:
+            self._pace.streams += 1
+        self._next_at = self._pace.gap_end(now)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     def _gap_is_over(self) -> None:
         self._timer = None
+        self._next_at = 0.0
         self._wake_if_due()
 
-    def _is_early(self, now: float) -> bool:
+    def _is_early(self) -> bool:
         """Whether a message that is due can wait for more."""
-        return now < self._next_at and not (self._closed or self._full or self._pending.has_end)
+        return self._pace.due < self._next_at and not (self._closed or self._full or self._pending.has_end)
 
     def _is_due(self) -> bool:
         pending = self._pending

@@ -87,10 +87,12 @@ class EngineLink:
         """Process id of the engine; 0 while there is none."""
         return self._process.pid if self._process is not None else 0
 
-    def send(self, message: Submit | Abort | Ping) -> None:
-        """Never waits. Dropped while no engine is up: whoever listens submits again on "up"."""
+    def send(self, *messages: Submit | Abort | Ping) -> None:
+        """In one write, so that they meet the same step. Never waits. Dropped while no engine is up: whoever listens
+        submits again on "up".
+        """
         if self._up and self._transport is not None:
-            self._transport.write(frame(message))
+            self._transport.write(b"".join(map(frame, messages)))
 
     async def run(self, configure: Configure) -> None:
         """Keeps an engine running. Raises StartError where the first one does not start; else until cancelled."""

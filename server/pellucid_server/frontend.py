@@ -43,6 +43,7 @@ from pellucid_server.rpc.tokenizer import TokenizerService
 from pellucid_server.security import exposure, read_security
 from pellucid_server.served import ServedModel, served_model
 from pellucid_server.settings import Settings
+from pellucid_server.settling import settle
 from pellucid_server.summary import Addresses, log_summary
 from pellucid_server.text_pool import TextPool
 
@@ -112,7 +113,8 @@ class Frontend:
             if await self._until_up(engine):
                 self._check_policy()
                 self._announce(addresses)
-                _spare_the_collector()
+                settle()
+                gc.set_threshold(*GC_THRESHOLDS)
                 await self._until_stopped(engine)
             await self._drain()
         finally:
@@ -241,13 +243,6 @@ class Frontend:
             log_summary(self._settings, self._package.checkpoint, self._directory.model(), self._ready, addresses)
             for warning in exposure(self._settings):
                 log(logging.WARNING, warning)
-
-
-def _spare_the_collector() -> None:
-    """What is there after the start stays; going through it again and again would cost more than all tokens do."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(*GC_THRESHOLDS)
 
 
 def _longest_token(tokenizer: Tokenizer | None) -> int:

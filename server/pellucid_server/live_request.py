@@ -1,4 +1,4 @@
-"""One Generate call's state, from admission to its end; `requests` alone changes it."""
+"""One Generate call's state, from admission to its end; `requests` and `progress` alone change it."""
 
 from __future__ import annotations
 
@@ -169,4 +169,5 @@ def submit_messages(request: LiveRequest, plan: Plan) -> Iterator[Submit]:
             cache_read=options.cache_read,
             cache_write=options.cache_write,
             cache_salt=options.cache_salt,
+            at_once=request.outbox.is_eager,
         )

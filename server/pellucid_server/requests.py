@@ -1,12 +1,13 @@
-"""The live requests: admission, progress, engine restarts, and the one place where a request ends.
+"""The live requests: admission, engine restarts, and the one place where a request ends.
 
 A request has one sequence or several. Each ends once, in `_end_sequence`: the engine forgets it, and its last text and
 its end go into the outbox. Every Generate call is either refused (`refuse`, or an error before it ran) or ends here,
 once, whatever the reason, in `_end`: the sequences that are left end, it leaves the table, its outbox closes, and it is
 counted. In this order.
 
-In come admissions from rpc, StepDone messages and the engine's comings and goings; out go Submit and Abort to the
-engine and deltas to each request's outbox. All of it runs on the event loop, and nothing in it waits.
+In come admissions from rpc, StepDone messages (progress.py says what one brings to a sequence) and the engine's comings
+and goings; out go Submit and Abort to the engine and deltas to each request's outbox. All of it runs on the event loop,
+and nothing in it waits.
 """
 
 from __future__ import annotations
@@ -21,18 +22,18 @@ from pellucid_server import errors
 from pellucid_server.accounts import Accounts, reason_of
 from pellucid_server.delivery import DEFAULT_PATIENCE, DeliveryRules, Outbox, Patience
 from pellucid_server.ends import End
-from pellucid_server.engine.messages import Abort, Finished, Progress, Stats, StepDone, Submit
+from pellucid_server.engine.messages import Abort, Progress, Stats, StepDone, Submit
 from pellucid_server.engine.sequence import AGEING_SECONDS
 from pellucid_server.live_request import LiveRequest, LiveSequence, Plan, submit_messages
 from pellucid_server.logs import LOGGER
 from pellucid_server.metrics import Metrics
+from pellucid_server.pace import Pace
+from pellucid_server.progress import advance
 from pellucid_server.readiness import Readiness
 from pellucid_server.text.stream import TextStream
 
 MAX_DEATHS = 3
 """Engine deaths in a row without a token for a request, after which the request is given up."""
-
-
 DEADLINE_SLACK = 0.05
 """Seconds by which a client that gives up at its deadline may be ahead of the server, whose clock began later."""
 
@@ -45,7 +46,7 @@ def is_expired(deadline: float | None) -> bool:
 class EnginePort(Protocol):
     """Where messages to the engine go. Sending never waits; without an engine, messages are dropped."""
 
-    def send(self, message: Submit | Abort) -> None: ...
+    def send(self, *messages: Submit | Abort) -> None: ...
 
 
 class RequestTable:
@@ -67,6 +68,7 @@ class RequestTable:
         self._max_live = max_live
         self._max_running = max_live if max_running is None else max_running
         self._patience = patience
+        self._pace = Pace()
         self._keys = itertools.count(1)
         self._live: dict[int, tuple[LiveRequest, LiveSequence]] = {}
         """Sequences that have not ended, by key, in the order of admission."""
@@ -104,7 +106,8 @@ class RequestTable:
             taken = f"{len(self._live)} of {self._max_live} places are taken"
             raise errors.QueueFull(f"{taken}, and this request needs {sequences}; try again later")
         made = [LiveSequence(next(self._keys), index) for index in range(sequences)]
-        request = LiveRequest(request_id, now, deadline, time_limit, Outbox(rules, self._patience), made, caller)
+        outbox = Outbox(rules, self._patience, self._pace)
+        request = LiveRequest(request_id, now, deadline, time_limit, outbox, made, caller)
         self._live.update((sequence.key, (request, sequence)) for sequence in made)
         self._by_id[caller, request_id] = request
         self._streams.add(request)
@@ -199,6 +202,7 @@ class RequestTable:
 
     def engine_step(self, step: StepDone) -> None:
         """One step's tokens and ends."""
+        self._pace.step(step.at)
         for progress in step.progress:
             found = self._live.get(progress.key)
             if found is not None:
@@ -219,77 +223,18 @@ class RequestTable:
         return list(dict.fromkeys(request for request, _ in self._live.values()))
 
     def _submit(self, request: LiveRequest, plan: Plan) -> None:
-        for message in submit_messages(request, plan):
-            self._engine.send(message)
+        self._engine.send(*submit_messages(request, plan))
 
     def _advance_alone(self, request: LiveRequest, sequence: LiveSequence, progress: Progress, at: float) -> None:
         """A request whose own progress fails, in its tokenizer for instance, ends; the others go on."""
         try:
-            self._advance(request, sequence, progress, at)
+            ending = advance(request, sequence, progress, at, self._accounts)
+            if ending is not None:
+                self._end_sequence(request, sequence, ending.end, engine_knows=ending.engine_knows)
         except Exception:
             LOGGER.exception("a request failed", extra={"fields": {"request_id": request.request_id}})
             message = f"an error in the server ended request {request.request_id!r}"
             self.fail(request, errors.InternalError(message))
-
-    def _advance(self, request: LiveRequest, sequence: LiveSequence, progress: Progress, at: float) -> None:
-        sequence.preemptions = sequence.preemptions_before + progress.preemptions
-        self._note_prompt(request, progress)
-        finished = progress.finished
-        if progress.token is not None:
-            self._accounts.token(request, sequence, at)
-            sequence.add(progress.token, at)
-            request.deaths = 0
-            # The token that ends a sequence as an end or stop token has no text of its own.
-            is_end_token = finished is not None and finished.kind in ("eos", "stop_token")
-            matched = self._add_token(request, sequence, progress, with_text=not is_end_token)
-            if matched is not None:
-                end = End("stop_string", at, matched_stop_string=matched)
-                self._end_sequence(request, sequence, end, engine_knows=finished is not None)
-                return
-        if finished is not None:
-            self._engine_finished(request, sequence, finished, at)
-        elif request.outbox.is_stalled(time.monotonic()):
-            self.fail(request, errors.SlowConsumer("the stream was not read for too long while output piled up"))
-            request.outbox.interrupt()
-        elif request.outbox.is_overfull:
-            message = "the output does not fit into one message; ask for less, or for incremental delivery"
-            self.fail(request, errors.RequestTooLarge(message))
-
-    def _engine_finished(self, request: LiveRequest, sequence: LiveSequence, finished: Finished, at: float) -> None:
-        """The engine has ended a sequence and knows no more of it."""
-        if finished.kind == "non_finite":
-            self._metrics.non_finite_logits.inc()
-            message = f"the model's logits are not finite; request {request.request_id!r} cannot go on"
-            error: errors.ServeError = errors.NonFiniteLogits(message)
-            end = End("non_finite_logits", at, error)
-        elif finished.kind == "deadline":
-            self._metrics.cancellations["deadline"].inc()
-            error = errors.DeadlineExceeded("the deadline passed before the request was done")
-            end = End("deadline", at, error)
-        else:
-            end = End(finished.kind, at, matched_token_id=finished.matched_token_id)
-        self._end_sequence(request, sequence, end, engine_knows=True)
-
-    def _add_token(
-        self, request: LiveRequest, sequence: LiveSequence, progress: Progress, *, with_text: bool
-    ) -> str | None:
-        """The token's way into the outbox; returns the stop string it completed."""
-        text, matched = "", None
-        if sequence.text is not None and with_text and progress.token is not None:
-            delta = sequence.text.push(progress.token)
-            text, matched = delta.text, delta.matched_stop
-        request.outbox.add(progress.token, text, index=sequence.index, logprob=progress.logprob)
-        return matched
-
-    def _note_prompt(self, request: LiveRequest, progress: Progress) -> None:
-        """What is known of the prompt once it has run: told once, by whichever sequence and engine ran it first."""
-        if request.first_scheduled_at is None and progress.first_scheduled_at is not None:
-            request.first_scheduled_at = progress.first_scheduled_at
-            request.cached_tokens = progress.cached_tokens
-            self._accounts.scheduled(request, progress.first_scheduled_at)
-        if progress.prompt_logprobs and not request.prompt_logprobs:
-            request.prompt_logprobs = progress.prompt_logprobs
-            request.outbox.release()
 
     def _finish(self, request: LiveRequest, reason: str) -> None:
         """An end that is the frontend's own and OK for the client."""

@@ -68,5 +68,8 @@ def _own_notices(checkpoint: CheckpointInfo, model: ServedModel, ready: Ready) -
             "request ends when it fills the cache, unless its window is smaller; raise --kv-cache-memory"
         )
     if not ready.batch_invariant:
-        notices.append("on this device a request's tokens may differ in the last bits with the requests beside it")
+        notices.append(
+            "torch's operators take part in steps, so a request's numbers may differ in their last bits with the "
+            "requests beside it"
+        )
     return notices

@@ -226,15 +226,15 @@ async def test_timeouts(scripted: Scripted) -> None:
     scripted.generate = Endless()
     scripted.unary = lambda context: time.sleep(0.5)
     with Client(scripted.address) as client:
-        with pytest.raises(DeadlineExceeded):
+        with pytest.raises(DeadlineExceeded, match=r"^timeout: 0\.2 s passed before the call was done$"):
             client.generate("x", timeout=0.2).result()
-        with pytest.raises(DeadlineExceeded):
+        with pytest.raises(DeadlineExceeded, match=r"^timeout: 0\.05 s passed"):
             client.load(timeout=0.05)
     scripted.generate = Endless()
     async with AsyncClient(scripted.address) as client:
-        with pytest.raises(DeadlineExceeded):
+        with pytest.raises(DeadlineExceeded, match=r"^timeout: 0\.2 s passed"):
             await client.generate("x", timeout=0.2).result()
-        with pytest.raises(DeadlineExceeded):
+        with pytest.raises(DeadlineExceeded, match=r"^timeout: 0\.05 s passed"):
             await client.load(timeout=0.05)
 
 

@@ -97,6 +97,13 @@ async def test_each_status_becomes_its_exception_in_asyncio(
     check(stream.value, code, details, kind)
 
 
+def test_a_deadline_that_has_not_passed_here_is_told_in_the_others_words(scripted: Scripted) -> None:
+    """A proxy's, for one, which has a limit of its own."""
+    scripted.unary = lambda context: fail(context, Code.DEADLINE_EXCEEDED, "the message")
+    with p.Client(scripted.address) as client, pytest.raises(p.DeadlineExceeded, match=r"^the message$"):
+        client.tokenize("x", timeout=60)
+
+
 def test_every_violation_is_kept(scripted: Scripted) -> None:
     bad = BadRequest()
     bad.field_violations.add(field="sampling.temperature", description="200 is not in [0, 100]")

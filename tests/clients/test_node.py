@@ -13,6 +13,11 @@ from pathlib import Path
 import pytest
 
 from pellucid_model.tokenizers import CharacterTokenizer
+from pellucid_server.options import Integer
+from pellucid_server.ranges import TOP_K
+from pellucid_server.rpc.validation import MIN_TOKENS_PER_MESSAGE
+from pellucid_server.rpc.validation_options import PRIORITY
+from pellucid_server.served import MAX_SEQUENCES
 from pellucid_testing.certificates import Authority
 from pellucid_testing.checkpoints import tiny_checkpoint, tiny_config
 from pellucid_testing.node import PACKAGE, run
@@ -34,6 +39,23 @@ def declared(name: str) -> set[str]:
 
 def test_types(node: Path) -> None:
     run(node, "npm", "run", "check")
+
+
+def test_ranges_are_the_servers() -> None:
+    source = (PACKAGE / "src" / "requests.ts").read_text(encoding="utf-8")
+    named = re.findall(r'check\.(?:count|integer)In\("([\w.]+)", \w+, ([-\d *]+), ([-\d *]+)\)', source)
+    assert {path: Integer(_number(least), _number(most)) for path, least, most in named} == {
+        "sampling.top_k": TOP_K,
+        "sampling.sequence_count": Integer(1, MAX_SEQUENCES),
+        "priority": PRIORITY,
+        "output.min_tokens_per_message": MIN_TOKENS_PER_MESSAGE,
+    }
+
+
+def _number(text: str) -> int:
+    """Of "-100" and "2 ** 31 - 1"."""
+    power = re.fullmatch(r"2 \*\* (\d+) - 1", text)
+    return int(text) if power is None else 2 ** int(power[1]) - 1
 
 
 def test_against_a_live_server(node: Path, tmp_path: Path) -> None:

@@ -196,7 +196,10 @@ ACCEPTED: list[tuple[dict[str, Any], str]] = [
     ({"stop_token_ids": [-1]}, "[-1] is not accepted; accepted: a list, each a whole number from 0 to 4294967295"),
     ({"stop": [1]}, "[1] is not accepted; accepted: a list, each text"),
     ({"temperature": "hot"}, "'hot' is not accepted; accepted: a number in [0, 100]"),
-    ({"time_limit": 1e300}, "1e+300 is not accepted; accepted: a number of seconds from 0 to 315576000000"),
+    (
+        {"time_limit": 1e300},
+        "1e+300 is not accepted; accepted: a number of seconds in (0, 315576000000]",
+    ),
     ({"context": "rolling"}, "'rolling' is not accepted; accepted: auto, reject, truncate, roll, reencode"),
     ({"delivery": 1}, "1 is not accepted; accepted: incremental, final"),
     ({"ignore_eos": "yes"}, "'yes' is not accepted; accepted: True or False"),

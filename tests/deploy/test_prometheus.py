@@ -122,7 +122,8 @@ def load(server: ServerProcess) -> int:
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Prometheus, int]]:
     """Prometheus after a load, and how many tokens that was."""
-    with serve(tiny_checkpoint(tmp_path_factory.mktemp("models") / "tiny")) as server:
+    checkpoint = tiny_checkpoint(tmp_path_factory.mktemp("models") / "tiny")
+    with serve(checkpoint, "--speculative-tokens", "5") as server:
         prometheus = Prometheus(tmp_path_factory.mktemp("prometheus"), server.metrics_address)
         try:
             prometheus.until("pellucid_server_ready == 1")

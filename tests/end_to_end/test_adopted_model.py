@@ -66,9 +66,11 @@ def test_nanogpt_is_known_by_its_file(tmp_path: Path) -> None:
     assert answer.text == tokenizer.decode(want)
 
 
-def test_a_score_matrix_of_its_own_is_announced(tmp_path: Path) -> None:
+@pytest.mark.parametrize("quantize", ["none", "int8"])
+def test_a_score_matrix_of_its_own_is_announced(tmp_path: Path, quantize: str) -> None:
+    """Torch's operators compute it, so nothing is promised of company, whatever one crowd or another comes to."""
     example = CONTRACT["talking heads"]
-    ready = Stepper.of(example.checkpoint(tmp_path), module=example.source).loaded.ready
+    ready = Stepper.of(example.checkpoint(tmp_path), module=example.source, quantize=quantize).loaded.ready
     assert any("layers 0, 1 gather all keys and values" in notice for notice in ready.notices)
     assert not ready.batch_invariant
 
@@ -99,4 +101,4 @@ def test_a_forward_that_lets_only_one_sequence_pass_is_refused_at_start(tmp_path
     path = saved_checkpoint(tmp_path / "w.pt", NANOGPT)
     (tmp_path / "short.py").write_text(SHORT.format(folder=str(EXAMPLES / "adopted")))
     with pytest.raises(ModelError, match=r"fails in steps of several sequences.* 64 tokens each: ValueError"):
-        Stepper.of(path, module=f"{tmp_path / 'short.py'}:Short")
+        Stepper.of(path, module=f"{tmp_path / 'short.py'}:Short", max_step_tokens=128)

@@ -96,8 +96,8 @@ class Functional(MyTransformer):
 """
 
 
-def test_a_module_that_differs_in_company_is_found_out(tmp_path: Path) -> None:
-    """Its output layer is torch's own F.linear, which takes another path for another number of rows."""
+def test_nothing_is_promised_of_torch_s_own_operators(tmp_path: Path) -> None:
+    """Its output layer is F.linear, which takes another path for another number of rows."""
     folder = custom_checkpoint(tmp_path)
     tensors = load_file(folder / "model.safetensors")
     save_file(tensors | {"extra": tensors["head.weight"].clone()}, folder / "model.safetensors")

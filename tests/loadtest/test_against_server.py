@@ -310,6 +310,14 @@ def test_make_load(checkpoint: Path, tmp_path: Path) -> None:
         server_pb2_grpc.ServerServiceStub(channel).GetServerInfo(server_pb2.GetServerInfoRequest(), timeout=5)
 
 
+def test_make_load_helps_without_a_server(tmp_path: Path) -> None:
+    script = [sys.executable, str(ROOT / "loadtest/run.py"), str(tmp_path / "nothing"), "--help"]
+    done = subprocess.run(script, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    for text in ("usage: run.py", "--slo-ttft MS", "Usage: locust", "--run-time"):
+        assert text in done.stdout
+
+
 def test_make_load_says_why_the_server_did_not_start(tmp_path: Path) -> None:
     script = [sys.executable, str(ROOT / "loadtest/run.py"), str(tmp_path / "nothing")]
     done = subprocess.run(script, capture_output=True, text=True, timeout=60)

@@ -10,7 +10,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -22,6 +22,7 @@ from pellucid_benchmark.engines import PEER_ENGINES
 from pellucid_benchmark.growing import BASE, PROMPT_PHASES, STEPS, Point, points, step_seconds
 from pellucid_benchmark.growth_report import Growth, write_growth
 from pellucid_benchmark.memory import memory_of
+from pellucid_benchmark.precisions import PRECISIONS
 from pellucid_benchmark.processes import Worker, WorkerError
 from pellucid_benchmark.random_models import SHAPES, TINY, write_random_llama
 from pellucid_benchmark.reporting import write_report
@@ -32,6 +33,7 @@ from pellucid_benchmark.under_load import Times, one_round, summary_of
 from pellucid_client import Client
 from pellucid_model.checkpoint import load_checkpoint
 from pellucid_model.kernels import WeightFormat, accelerate, select_kernels, weight_bytes
+from pellucid_model.kernels.cache_layout import INT8
 from pellucid_server.engine.cache import bytes_per_token, learn_shapes
 
 SMALL = TINY | {"max_position_embeddings": 2048, "num_hidden_layers": 2, "vocab_size": 2000, "num_key_value_heads": 2}
@@ -54,16 +56,16 @@ def server(folder: Path) -> Iterator[PellucidServer]:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("precision", ["bfloat16", "int4"])
-def test_costs_are_those_of_the_model_that_is_served(tmp_path: Path, precision: WeightFormat, tied: bool) -> None:
+@pytest.mark.parametrize("name", ["bfloat16", "int4", "int8+int8-cache"])
+def test_costs_are_those_of_the_model_that_is_served(tmp_path: Path, name: str, tied: bool) -> None:
     folder = tmp_path / "small"
     write_random_llama(folder, SMALL | {"tie_word_embeddings": tied}, torch.float32)
-    costs = costs_of(folder, precision)
+    costs, precision = costs_of(folder, name), PRECISIONS[name]
     checkpoint = load_checkpoint(folder)
-    accelerate(checkpoint.model, select_kernels(torch.device("cpu")), precision)
+    accelerate(checkpoint.model, select_kernels(torch.device("cpu")), cast("WeightFormat", precision.weights))
     assert costs.weight_bytes == pytest.approx(weight_bytes(checkpoint.model.float()), rel=0.05)
     shapes = learn_shapes(checkpoint.model, torch.device("cpu"))
-    assert costs.kv_token_bytes == bytes_per_token(shapes, torch.bfloat16)
+    assert costs.kv_token_bytes == bytes_per_token(shapes, INT8 if precision.cache == "int8" else torch.bfloat16)
     weights = 2 * (128 * (128 + 32 + 32 + 128) + 3 * 128 * 512)
     assert costs.body_operations == 2 * weights
     assert costs.head_operations == 2 * 128 * 2000
@@ -86,7 +88,8 @@ def test_share_of_the_limit() -> None:
     """128 + 64 tokens of context on average: 1.192 GB a token."""
     assert share_of_limit(SINGLE, 20.0, COSTS, "bfloat16", LIMITS) == pytest.approx(20 * 1.192 / 40)
     linear, attention = 513 * 10**9, 512 * 513 // 2 * 10**6
-    for precision, rate, other in (("float32", 100, 100), ("bfloat16", 400, 400), ("int4", 800, 400)):
+    rates = (("float32", 100, 100), ("bfloat16", 400, 400), ("int4", 800, 400), ("int4+int8-cache", 800, 800 / 2))
+    for precision, rate, other in rates:
         least = (linear / rate + attention / other) / 10**9
         share = share_of_limit(PREFILL, 512 / (4 * least), COSTS, precision, LIMITS)
         assert share == pytest.approx(0.25)
@@ -175,6 +178,7 @@ def test_ratios_to_peers() -> None:
     assert medians.ratio("pellucid:bfloat16", "single", "best") == pytest.approx(120 / 160)
     assert medians.ratio("pellucid:int8", "single", "best int8") == pytest.approx(200 / 160)
     assert medians.ratio("pellucid:int8", "single", "llama.cpp:q8_0") is None
+    assert precision_of("pellucid:int8+int8-cache") == "int8"
     assert {precision_of(engine) for engine in PEER_ENGINES} == {"float32", "bfloat16", "int8", "int4"}
 
 
@@ -195,16 +199,17 @@ def test_the_report_has_every_figure(tmp_path: Path) -> None:
 
 
 def test_make_bench(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--model", str(folder), "--engine", "pellucid:float32", "--rounds", "1", "--only", "single"]
+    arguments = ["--model", str(folder), "--engine", "pellucid:float32+int8-cache", "--rounds", "1", "--only", "single"]
     assert bench.main([*arguments, "--threads", "1", "--out", str(tmp_path)]) == 0
     model = json.loads((tmp_path / "bench.json").read_text())["models"]["small"]
     (sample,) = model["samples"]
     assert sample["value"] > 0
     limits = {key: (model["limits"][0][key] + model["limits"][1][key]) / 2 for key in model["limits"][0]}
-    costs = costs_of(folder, "float32")
-    assert sample["share"] == pytest.approx(share_of_limit(SINGLE, sample["value"], costs, "float32", limits))
+    costs = costs_of(folder, "float32+int8-cache")
+    share = share_of_limit(SINGLE, sample["value"], costs, "float32+int8-cache", limits)
+    assert sample["share"] == pytest.approx(share)
     assert not model["failures"]
-    assert "| pellucid:float32 |" in capsys.readouterr().out
+    assert "| pellucid:float32+int8-cache |" in capsys.readouterr().out
 
 
 def test_a_worker_that_fails_says_so_every_time(server: PellucidServer, tmp_path: Path) -> None:

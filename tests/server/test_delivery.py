@@ -17,6 +17,23 @@ from pellucid_server.delivery import (
 )
 from pellucid_server.ends import End
 from pellucid_server.engine.messages import TokenLogprob
+from pellucid_server.pace import Pace
+
+
+class Every(Pace):
+    """Gaps of so many seconds."""
+
+    def __init__(self, gap: float) -> None:
+        super().__init__()
+        self._gap = gap
+
+    @property
+    def gap(self) -> float:
+        return self._gap
+
+
+def paced(gap: float) -> Outbox:
+    return Outbox(DeliveryRules(paced=True), pace=Every(gap))
 
 
 def is_due(outbox: Outbox) -> bool:
@@ -89,7 +106,7 @@ async def test_a_writer_wakes_once_a_message_is_due_and_not_before() -> None:
 
 
 async def test_tokens_wait_while_the_gap_lasts() -> None:
-    outbox = Outbox(DeliveryRules(gap=600.0))
+    outbox = paced(1e9)
     outbox.add(1, "a")
     outbox.take()
     outbox.add(2, "b")
@@ -101,7 +118,7 @@ async def test_tokens_wait_while_the_gap_lasts() -> None:
 
 
 async def test_tokens_gather_until_the_gap_is_over() -> None:
-    outbox = Outbox(DeliveryRules(gap=0.01))
+    outbox = paced(0.01)
     outbox.add(1, "a")
     assert is_due(outbox)
     outbox.take()
@@ -112,9 +129,49 @@ async def test_tokens_gather_until_the_gap_is_over() -> None:
     await waiting
     assert token_ids(outbox.take()) == [2, 3]
     # Where nothing comes while the gap lasts, the next token does not wait.
-    await asyncio.sleep(0.02)
+    await asyncio.sleep(0.03)
     outbox.add(4, "d")
     assert is_due(outbox)
+
+
+async def test_a_gap_ends_with_the_step_that_is_nearest_to_its_end() -> None:
+    pace = Every(1e9)
+    outbox = Outbox(DeliveryRules(paced=True), pace=pace)
+    outbox.add(1, "a")
+    outbox.take()
+    waiting = asyncio.create_task(outbox.wait())
+    await asyncio.sleep(0)
+    outbox.add(2, "b")
+    pace.step(1.2e9)
+    outbox.add(3, "c")
+    await waiting
+    assert token_ids(outbox.take()) == [2, 3]
+
+
+async def test_streams_count_from_their_first_message_to_their_end() -> None:
+    pace = Pace()
+    outboxes = [Outbox(DeliveryRules(paced=is_paced), pace=pace) for is_paced in (True, True, False)]
+    for outbox in outboxes:
+        outbox.add(1, "a")
+        assert pace.streams == 0
+    for outbox in outboxes:
+        outbox.take()
+    outboxes[0].take()
+    assert pace.streams == 2
+    for outbox in outboxes:
+        outbox.close()
+        outbox.close()
+        outbox.take()
+    late = Outbox(DeliveryRules(paced=True), pace=pace)
+    late.close()
+    late.take()
+    assert pace.streams == 0
+
+
+def test_callers_who_say_how_many_tokens_a_message_needs_are_eager() -> None:
+    eager = [Outbox(rules).is_eager for rules in (DeliveryRules(), DeliveryRules(min_tokens=8))]
+    patient = [Outbox(rules).is_eager for rules in (DeliveryRules(paced=True), DeliveryRules(final_only=True))]
+    assert (eager, patient) == ([True, True], [False, False])
 
 
 async def test_ends_and_full_messages_wait_for_no_gap() -> None:
@@ -128,7 +185,7 @@ async def test_ends_and_full_messages_wait_for_no_gap() -> None:
             outbox.add(3, "", logprob=entry)
 
     for hurry in (end, fill, Outbox.close):
-        outbox = Outbox(DeliveryRules(gap=3600.0))
+        outbox = paced(1e9)
         outbox.add(1, "a")
         outbox.take()
         waiting = asyncio.create_task(outbox.wait())

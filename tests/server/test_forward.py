@@ -41,6 +41,7 @@ def forward_of(held: Loaded) -> object:
 def test_modules_of_ones_own_run_as_plans(name: str, tmp_path: Path) -> None:
     held = loaded(CONTRACT[name].checkpoint(tmp_path / name), CONTRACT[name].source)
     assert isinstance(forward_of(held), PlannedForward)
+    assert held.ready.batch_invariant
     assert not any("Python" in notice for notice in held.ready.notices)
 
 
@@ -94,6 +95,7 @@ def test_a_wrong_plan_is_not_used(quantize: str, tmp_path: Path, monkeypatch: py
     held = load(configure(checkpoint, quantize=quantize))
     assert isinstance(held.runner._forward, ModuleForward)
     assert any("run in Python" in each and "computes other numbers" in each for each in held.ready.notices)
+    assert not held.ready.batch_invariant, "torch's operators stand between the layers"
 
 
 @pytest.mark.parametrize(("vocab_size", "context_length"), [(1, 1), (2, 3), (50, 17), (50_000, 40), (256, 100_000)])

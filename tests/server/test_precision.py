@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 from pellucid_model.errors import ModelError
-from pellucid_server.engine.invariance import seems_invariant
 from pellucid_server.engine.loading import Loaded, load
 from pellucid_server.verify.serving import serve_sequence
 from pellucid_testing.checkpoints import tiny_checkpoint, tiny_config
 from pellucid_testing.own_modules import CONTRACT
-from pellucid_testing.stepping import configure
+from pellucid_testing.stepping import Stepper, configure, same_in_company
 
 Quantize = Literal["none", "int8", "int4"]
 PROMPT = [7, 3, 30, 11, 5, 19, 2, 2, 14, 9]
@@ -45,11 +44,10 @@ def test_integers_come_close(checkpoint: Path, quantize: Quantize, error: float)
 @pytest.mark.parametrize("quantize", ["int8", "int4"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_company_does_not_matter(checkpoint: Path, quantize: Quantize, dtype: str) -> None:
-    loaded = served(checkpoint, quantize, dtype)
-    ready = loaded.ready
-    assert ready.batch_invariant
-    assert ready.dtype == f"{quantize}, {dtype}"
-    assert seems_invariant(loaded.runner, loaded.pool, ready.vocab_size, ready.context_length)
+    stepper = Stepper.of(checkpoint, dtype=dtype, quantize=quantize)
+    assert stepper.loaded.ready.batch_invariant
+    assert stepper.loaded.ready.dtype == f"{quantize}, {dtype}"
+    assert same_in_company(stepper)
 
 
 def test_weights_are_counted_as_they_lie(tmp_path: Path) -> None:
@@ -85,11 +83,10 @@ def test_weights_that_are_not_finite_are_named(tmp_path: Path) -> None:
 def test_the_cache_has_a_format_of_its_own(
     checkpoint: Path, quantize: Quantize, dtype: str, kv_dtype: str, said: str
 ) -> None:
-    loaded = served(checkpoint, quantize, dtype, kv_dtype=kv_dtype)
-    ready = loaded.ready
-    assert ready.dtype == said
-    assert ready.batch_invariant
-    assert seems_invariant(loaded.runner, loaded.pool, ready.vocab_size, ready.context_length)
+    stepper = Stepper.of(checkpoint, dtype=dtype, quantize=quantize, kv_dtype=kv_dtype)
+    assert stepper.loaded.ready.dtype == said
+    assert stepper.loaded.ready.batch_invariant
+    assert same_in_company(stepper)
 
 
 @pytest.mark.parametrize("name", CONTRACT)

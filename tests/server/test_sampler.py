@@ -264,6 +264,24 @@ def test_rows_do_not_depend_on_each_other_or_on_threads(implementation: str) -> 
     assert len(set(alone)) > 12
 
 
+def test_a_row_that_is_used_again_is_a_new_one_at_its_new_place(implementation: str) -> None:
+    setting, sampler = sampling(temperature=1.5, seed=11), make_sampler(implementation, 40)
+    logits = torch.zeros(3, 40)
+    again, banned, penalized = make_row(setting), make_row(setting, banned=(3,)), sampling(repetition_penalty=2.0)
+    seen = set()
+    for place in range(30):
+        again.output_index = banned.output_index = place
+        new = [
+            make_row(penalized, place, prompt=[1, 2]),
+            make_row(setting, place),
+            make_row(setting, place, banned=(3,)),
+        ]
+        tokens = sampler.sample(logits, [new[0], again, banned])
+        assert tokens == sampler.sample(logits, new)
+        seen.add(tokens[1])
+    assert len(seen) > 10
+
+
 def test_logits_need_not_be_contiguous(implementation: str) -> None:
     wide = torch.randn(3, 40, generator=torch.Generator().manual_seed(0))
     rows = [SamplerRow(sampling(seed=i), (), 0) for i in range(3)]

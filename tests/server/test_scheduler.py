@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pellucid_server.engine.messages import Progress
-from pellucid_server.engine.scheduler import ROWS_BESIDE_SHORT, Scheduler
+from pellucid_server.engine.prompt_shares import ROWS_BESIDE_SHORT
+from pellucid_server.engine.scheduler import Scheduler
 from pellucid_server.engine.sequence import AGEING_SECONDS, Sampled
 from pellucid_server.kv.blocks import BlockPool
 from pellucid_testing.scheduling import EOS, STOP, Run, run_all, submit

@@ -12,7 +12,6 @@ from pellucid.v1 import inference_pb2, types_pb2
 from pellucid_model.tokenizers import CharacterTokenizer, ChatTemplate
 from pellucid_server.chat import ChatPrompter
 from pellucid_server.checkpoint_info import SamplingDefaults
-from pellucid_server.delivery import MESSAGE_GAP
 from pellucid_server.engine.messages import Constraint, LogprobWish
 from pellucid_server.errors import InvalidRequest, ModelNotFound, UnsupportedField
 from pellucid_server.live_request import NO_OPTIONS
@@ -267,8 +266,8 @@ def test_output_options() -> None:
     }
     assert validate(output=inference_pb2.OutputOptions(min_tokens_per_message=256)).rules.min_tokens == 256
     # A caller who says how many tokens a message needs gets it as soon as it has them.
-    assert rules.gap == MESSAGE_GAP > 0
-    assert validate(output=inference_pb2.OutputOptions(min_tokens_per_message=1)).rules.gap == 0
+    assert rules.paced
+    assert not validate(output=inference_pb2.OutputOptions(min_tokens_per_message=1)).rules.paced
 
 
 def test_other_models_are_not_found() -> None:

@@ -153,3 +153,58 @@ def test_a_reference_that_raises_is_said_in_one_line(tmp_path: Path, capsys: pyt
     code, said = verify(capsys, NANOGPT.source, path, "--reference", f"{tmp_path / 'own.py'}:broken")
     assert code == 2
     assert "pellucid verify: broken() fails on 25 tokens: KeyError: 'no such thing'" in said
+
+
+FLOAT32 = """
+import sys
+sys.path.insert(0, {folder!r})
+import torch
+from my_model import MyTransformer
+
+def placed(x):
+    "Writes rows of any type to float32 ones, which torch refuses to do."
+    out = torch.zeros(x.shape)
+    out[torch.arange(len(x))] = x
+    return out
+
+class Longer(MyTransformer):
+    "Its float32 tensor meets what is given from the second token on."
+    def forward(self, tokens, positions, attend):
+        x = super().forward(tokens, positions, attend)
+        return placed(x) if len(x) > 1 else x
+
+class Keeps(MyTransformer):
+    "Keeps a tensor of the first type that it met, and works in float32 alone."
+    kept = {{}}
+    def forward(self, tokens, positions, attend):
+        x = super().forward(tokens, positions, attend)
+        self.kept = self.kept or {{"eye": torch.eye(x.shape[1], dtype=x.dtype)}}
+        return placed(x @ self.kept["eye"])
+
+class Forty(MyTransformer):
+    "Nobody can know before token 40 comes."
+    def forward(self, tokens, positions, attend):
+        x = super().forward(tokens, positions, attend)
+        return placed(x) if (tokens == 40).any() else x
+"""
+
+
+@pytest.mark.parametrize("name", ["Longer", "Keeps"])
+def test_float32_that_is_written_into_a_module(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    folder = PARALLEL.checkpoint(tmp_path / "w")
+    (tmp_path / "own.py").write_text(FLOAT32.format(folder=str(EXAMPLES / "custom_model")))
+    code, said = verify(capsys, f"{tmp_path / 'own.py'}:{name}", folder, "--tokens", "5,6,7", "--new-tokens", 8)
+    assert code == 0, said
+    assert "over textbook attention in float32" in said
+
+
+def test_float32_that_comes_up_on_the_way_is_said_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = PARALLEL.checkpoint(tmp_path / "w")
+    (tmp_path / "own.py").write_text(FLOAT32.format(folder=str(EXAMPLES / "custom_model")))
+    code, said = verify(capsys, f"{tmp_path / 'own.py'}:Forty", folder, "--tokens", "5,40,7", "--new-tokens", 1)
+    assert code == 2
+    last = said.splitlines()[-1]
+    assert last.startswith("pellucid verify: the same Forty over textbook attention in float64 fails on ")
+    assert "got Float for the destination and Double for the source" in last

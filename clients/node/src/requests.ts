@@ -109,8 +109,9 @@ export interface GenerateOptions extends CallOptions {
   /** "final": one message at the end. */
   delivery?: "incremental" | "final";
   /**
-   * [1, 256]; tokens to gather before a message is sent. Left out: 1, but tokens that come within 2 ms after a message
-   * began gather for the next one; an explicit 1 sends each as soon as it is there.
+   * [1, 256]; tokens to gather before a message is sent. Left out: 1, but tokens that come within 2 to 16 ms after a
+   * message, the longer the more streams there are, gather for the next one; an explicit 1 sends each as soon as it is
+   * there.
    */
   minTokensPerMessage?: number;
 }
@@ -161,12 +162,12 @@ export function generateRequest(prompt: Prompt, options: GenerateOptions): Gener
     requestId: check.text("request_id", requestId),
     model: check.text("model", model),
     ...promptFields(check, prompt, omitGenerationPrompt),
-    priority: check.integer("priority", priority),
+    priority: check.integerIn("priority", priority, -100, 100),
     omitSpecialTokens,
     parseSpecialTokens,
     sampling: {
       temperature: check.number("sampling.temperature", temperature),
-      topK: check.count("sampling.top_k", topK),
+      topK: check.countIn("sampling.top_k", topK, 0, 2 ** 31 - 1),
       topP: check.number("sampling.top_p", topP),
       minP: check.number("sampling.min_p", minP),
       typicalP: check.number("sampling.typical_p", typicalP),
@@ -175,7 +176,7 @@ export function generateRequest(prompt: Prompt, options: GenerateOptions): Gener
       frequencyPenalty: check.number("sampling.frequency_penalty", frequencyPenalty),
       logitBias: check.biases("sampling.logit_bias", logitBias),
       allowedTokenIds: check.list("sampling.allowed_token_ids", allowedTokenIds, check.count),
-      sequenceCount: check.count("sampling.sequence_count", n),
+      sequenceCount: check.countIn("sampling.sequence_count", n, 1, 64),
       seed: check.seed("sampling.seed", seed),
     },
     stopping: {
@@ -203,7 +204,7 @@ export function generateRequest(prompt: Prompt, options: GenerateOptions): Gener
       keepSpecialTokens,
       returnPromptTokenIds,
       deliveryMode: check.name("output.delivery_mode", delivery, deliveries),
-      minTokensPerMessage: check.count("output.min_tokens_per_message", minTokensPerMessage),
+      minTokensPerMessage: check.countIn("output.min_tokens_per_message", minTokensPerMessage, 1, 256),
     },
   };
   check.finish();
@@ -309,11 +310,17 @@ class Checks {
   readonly number = (field: string, value: number | undefined): number | undefined =>
     this.require(field, value, typeof value === "number", "is not a number");
 
-  readonly count = (field: string, value: number | undefined): number | undefined =>
-    this.require(field, value, Number.isInteger(value) && value! >= 0 && value! <= MAX_UINT32, `is not an integer in [0, ${MAX_UINT32}]`);
+  readonly count = (field: string, value: number | undefined): number | undefined => this.countIn(field, value, 0, MAX_UINT32);
 
-  readonly integer = (field: string, value: number | undefined): number | undefined =>
-    this.require(field, value, Number.isInteger(value) && Math.abs(value!) < 2 ** 31, "is not an integer of 32 bits");
+  /** `least` and `most` are the server's to check; they are told of what a message cannot hold. */
+  countIn(field: string, value: number | undefined, least: number, most: number): number | undefined {
+    return this.require(field, value, Number.isInteger(value) && value! >= 0 && value! <= MAX_UINT32, `is not an integer in [${least}, ${most}]`);
+  }
+
+  /** As `countIn`, with a sign. */
+  integerIn(field: string, value: number | undefined, least: number, most: number): number | undefined {
+    return this.require(field, value, Number.isInteger(value) && Math.abs(value!) < 2 ** 31, `is not an integer in [${least}, ${most}]`);
+  }
 
   biases(field: string, values: Readonly<Record<number, number>> | undefined): Record<number, number> | undefined {
     for (const [id, bias] of Object.entries(values ?? {})) {

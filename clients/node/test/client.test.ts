@@ -241,6 +241,9 @@ test("what a message cannot hold is refused here, by field", () => {
     ]);
     return true;
   });
+  for (const [options, problem] of [[{ n: -1 }, /sequence_count: -1 is not .* \[1, 64\]/], [{ priority: 0.5 }, /0\.5 is not .* \[-100, 100\]/]] as const) {
+    assert.throws(() => client.generate("天", options), problem);
+  }
   assert.throws(() => client.generate("天", { temprature: 1 } as any), /no option "temprature"/);
   assert.throws(() => client.generate([1, -2]), /token_ids\.ids\[1\]/);
 });

@@ -136,7 +136,7 @@ ACCEPTED = {
     "chat.messages": 'a list of {"role": text, "content": text}',
     "constraint.json_schema": "a JSON Schema, as text or as a mapping",
     "constraint.json_object": "True or False",
-    "stopping.time_limit": "a number of seconds from 0 to 315576000000",
+    "stopping.time_limit": "a number of seconds in (0, 315576000000]",
     "context.overflow": ", ".join(_CONTEXTS),
     "output.delivery_mode": ", ".join(_DELIVERIES),
     "output.min_tokens_per_message": "a whole number from 1 to 256",

@@ -32,6 +32,8 @@ MAX_BACKOFF = 2.0
 JITTER = 0.2
 LONGEST = 27_000 * 3600.0
 """Seconds; gRPC's longest deadline, three years. It fails calls whose deadline is much longer."""
+SLACK = 0.05
+"""Seconds by which gRPC, whose clock is coarser, may see a deadline earlier."""
 
 
 class Deadline:
@@ -45,11 +47,16 @@ class Deadline:
     def __init__(self, timeout: float | None) -> None:
         if timeout is not None and not (isinstance(timeout, int | float) and timeout > 0):
             raise _refused(timeout)
+        self._timeout = timeout
         self._end = None if timeout is None or timeout > LONGEST else time.monotonic() + timeout
 
     def remaining(self) -> float | None:
         """Seconds until then; None: there is no limit."""
         return None if self._end is None else max(0.0, self._end - time.monotonic())
+
+    def passed(self) -> float | None:
+        """The timeout as it was given, where it has passed; else None."""
+        return self._timeout if self._end is not None and time.monotonic() > self._end - SLACK else None
 
 
 class Retries(Deadline):

@@ -44,13 +44,17 @@ class StreamBase:
         self._chunks: deque[Chunk] = deque()
         """Those of messages that have come and been counted, not handed out yet."""
         self._outputs: dict[int, _Sum] = {}
+        self._prompt_message: inference_pb2.PromptInfo | None = None
         self._prompt: PromptInfo | None = None
+        """Made of it once somebody asks: few do, and it takes longer than a chunk."""
         self._usage: Usage | None = None
         self._timings: Timings | None = None
 
     @property
     def prompt(self) -> PromptInfo | None:
         """What the server made of the request; None before the first chunk."""
+        if self._prompt is None and self._prompt_message is not None:
+            self._prompt = PromptInfo.from_message(self._prompt_message)
         return self._prompt
 
     @property
@@ -107,7 +111,7 @@ class StreamBase:
         """Counts a message and queues its chunks."""
         self._began = True
         if message.HasField("prompt"):
-            self._prompt = PromptInfo.from_message(message.prompt)
+            self._prompt_message = message.prompt
         if message.HasField("usage"):
             self._usage = Usage.from_message(message.usage)
         if message.HasField("timings"):
@@ -125,9 +129,10 @@ class StreamBase:
 
     def _completion(self) -> Completion:
         """The whole answer, once the stream has ended. Raises InternalError where its end is missing."""
-        if self._prompt is None or self.finish is None or self._usage is None or self._timings is None:
+        prompt = self.prompt
+        if prompt is None or self.finish is None or self._usage is None or self._timings is None:
             raise InternalError("the stream ended without prompt, finish, usage or timings; is this a Pellucid server?")
-        return Completion(self.outputs, self.finish, self._prompt, self._usage, self._timings)
+        return Completion(self.outputs, self.finish, prompt, self._usage, self._timings)
 
 
 @dataclass

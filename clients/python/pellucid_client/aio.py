@@ -66,7 +66,7 @@ class AsyncGenerateStream(StreamBase):
             except grpc.RpcError as error:
                 if self._is_whole:
                     raise StopAsyncIteration from None
-                failure = error_from_rpc(error, self._address)
+                failure = error_from_rpc(error, self._address, self._retries.passed())
                 if (delay := self._delay(error, failure)) is None:
                     raise failure from error
             except asyncio.CancelledError:
@@ -182,12 +182,12 @@ class AsyncClient:
         return await self._unary(_calls.GET_LOAD, server_pb2.GetLoadRequest(), timeout)
 
     async def is_ready(self, *, timeout: float | None = None) -> bool:
-        remaining = Deadline(timeout).remaining()
+        deadline = Deadline(timeout)
         check: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = self._channel.unary_unary(_calls.HEALTH_CHECK_PATH)
         try:
-            return _calls.is_serving(await self._answer(check, _calls.WHOLE_SERVER, remaining))
+            return _calls.is_serving(await self._answer(check, _calls.WHOLE_SERVER, deadline.remaining()))
         except grpc.RpcError as error:
-            failure = error_from_rpc(error, self.address)
+            failure = error_from_rpc(error, self.address, deadline.passed())
             if isinstance(failure, Unavailable) and _target.names_several(self.address):
                 return False  # The channel itself leaves out those that are not ready.
             raise failure from error
@@ -238,7 +238,7 @@ class AsyncClient:
             try:
                 return operation.convert(await self._answer(call, request, retries.remaining()))
             except grpc.RpcError as error:
-                failure = error_from_rpc(error, self.address)
+                failure = error_from_rpc(error, self.address, retries.passed())
                 if (delay := retries.delay(error, failure)) is None:
                     raise failure from error
             await asyncio.sleep(delay)

@@ -65,7 +65,7 @@ class GenerateStream(StreamBase):
             except grpc.RpcError as error:
                 if self._is_whole:
                     raise StopIteration from None
-                failure = error_from_rpc(error, self._address)
+                failure = error_from_rpc(error, self._address, self._retries.passed())
                 if (delay := self._delay(error, failure)) is None:
                     raise failure from error
             if self._cancelled.wait(delay):
@@ -200,12 +200,12 @@ class Client:
 
         Of several servers: whether one of them does; False where none answers.
         """
-        remaining = Deadline(timeout).remaining()
+        deadline = Deadline(timeout)
         check: grpc.UnaryUnaryMultiCallable[bytes, bytes] = self._channel.unary_unary(_calls.HEALTH_CHECK_PATH)
         try:
-            return _calls.is_serving(self._start(check, _calls.WHOLE_SERVER, remaining))
+            return _calls.is_serving(self._start(check, _calls.WHOLE_SERVER, deadline.remaining()))
         except grpc.RpcError as error:
-            failure = error_from_rpc(error, self.address)
+            failure = error_from_rpc(error, self.address, deadline.passed())
             if isinstance(failure, Unavailable) and _target.names_several(self.address):
                 return False  # The channel itself leaves out those that are not ready.
             raise failure from error
@@ -257,7 +257,7 @@ class Client:
             try:
                 return operation.convert(self._start(call, request, retries.remaining()))
             except grpc.RpcError as error:
-                failure = error_from_rpc(error, self.address)
+                failure = error_from_rpc(error, self.address, retries.passed())
                 if (delay := retries.delay(error, failure)) is None:
                     raise failure from error
             time.sleep(delay)

@@ -181,8 +181,8 @@ class _FailedCall(Protocol):
     def details(self) -> str | None: ...
 
 
-def error_from_rpc(error: grpc.RpcError, address: str) -> PellucidError:
-    """The exception for a failed call to the server at `address`."""
+def error_from_rpc(error: grpc.RpcError, address: str, passed: float | None = None) -> PellucidError:
+    """The exception for a failed call to the server at `address`; `passed` is its timeout where that has passed."""
     failed = cast("_FailedCall", error)
     code, message = failed.code(), failed.details() or ""
     details = _status_details(error)
@@ -201,6 +201,8 @@ def error_from_rpc(error: grpc.RpcError, address: str) -> PellucidError:
     kind = _kind(code, reason, message)
     if kind is ConnectionFailed:
         message = f"no connection to the server at {address}: {_connection_failure(message)}"
+    if kind is DeadlineExceeded and passed is not None:
+        message = f"timeout: {passed:g} s passed before the call was done"
     return kind(
         message or code.name,
         code=code,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 _HUGE_PAGE = 2 * 2**20
 _SEVERAL = 4 * _HUGE_PAGE  # so that the untouched rest of the last one is little
-_REGION = 32 * 2**20
+_REGION = 256 * 2**20  # every one ends in a huge page that is not full
 _LINE = 64
 
 

@@ -35,7 +35,7 @@ class AttentionArguments(ctypes.Structure):
         *((name, c_void_p) for name in ("cos", "sin", "alibi_slopes", "distance_bias")),
         *((name, c_int64) for name in ("q_stride", "k_stride", "v_stride")),
         *((name, c_int64) for name in ("rows", "query_heads", "kv_heads", "head_dim")),
-        *((name, c_int64) for name in ("blocks", "block_size", "sequences", "table_width")),
+        *((name, c_int64) for name in ("blocks", "block_size", "block_stride", "sequences", "table_width")),
         *((name, c_int64) for name in ("rotary_positions", "rotary_dim", "bias_width")),
         *((name, c_float) for name in ("scale", "softcap")),
         *((name, c_int32) for name in ("interleaved", "cache_format", "threads")),
@@ -173,8 +173,8 @@ class NativeKernels:
             k=None if k is None else k.data_ptr(),
             v=None if v is None else v.data_ptr(),
             out=out.data_ptr(),
-            k_cache=_in_place("k_cache", k_cache, held, k_cache.shape),
-            v_cache=_in_place("v_cache", v_cache, held, k_cache.shape),
+            k_cache=_blocks_in_place("k_cache", k_cache, held, k_cache),
+            v_cache=_blocks_in_place("v_cache", v_cache, held, k_cache),
             row_sequence=_in_place("row_sequence", row_sequence, ints, (rows,)),
             positions=_in_place("positions", positions, ints, (rows,)),
             block_tables=_in_place("block_tables", block_tables, ints, block_tables.shape),
@@ -194,6 +194,7 @@ class NativeKernels:
             head_dim=dim,
             blocks=blocks,
             block_size=block_size,
+            block_stride=k_cache.stride(0),
             sequences=sequences,
             table_width=table_width,
             rotary_positions=angles[0] if angles else 0,
@@ -270,6 +271,14 @@ def _in_place(name: str, tensor: Tensor | None, dtype: torch.dtype, shape: tuple
     if not tensor.is_contiguous():
         raise ValueError(f"{name} must be contiguous")
     return tensor.data_ptr()
+
+
+def _blocks_in_place(name: str, cache: Tensor, dtype: torch.dtype, k_cache: Tensor) -> int:
+    """Address of a cache whose blocks lie as far apart as those of k_cache."""
+    _check(name, cache, dtype, k_cache.shape)
+    if cache.stride(0) != k_cache.stride(0) or not (len(cache) == 0 or cache[0].is_contiguous()):
+        raise ValueError(f"{name} must be contiguous within its blocks, which lie as far apart as those of k_cache")
+    return cache.data_ptr()
 
 
 def _address(tensor: Tensor | None) -> c_void_p:

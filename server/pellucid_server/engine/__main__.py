@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import gc
 import os
 import signal
 import socket
@@ -35,14 +34,14 @@ def main() -> int:
         from pellucid_server.engine.loading import load
         from pellucid_server.engine.memory import out_of_memory
         from pellucid_server.logs import LOGGER, set_up_logging
+        from pellucid_server.settling import settle
 
         set_up_logging(configure.log_level, configure.log_format)
         try:
             loaded = load(configure)
             engine = Engine(loaded, configure)
             seconds = engine.warm_up()
-            gc.collect()
-            gc.freeze()  # what is there now stays; going through torch's modules again and again would cost whole steps
+            settle()
         except (ModelError, ValueError) as error:
             connection.send(StartFailed(str(error)))
             return 1

@@ -92,6 +92,11 @@ class BlockTables:
             self.queried_tokens += prompt
             self.hit_tokens += sequence.cached_tokens
 
+    def has_place(self, sequence: SequenceState) -> bool:
+        """Whether the next token goes into a block that is the sequence's own: the rule where it decodes."""
+        index = sequence.computed // self.pool.block_size
+        return index < len(sequence.blocks) and self.pool.is_own(sequence.blocks[index])
+
     def room(self, sequence: SequenceState) -> int:
         """Tokens that the sequence can compute in the blocks it holds and those that are available."""
         blocks = len(sequence.blocks) + self.pool.available
@@ -102,7 +107,7 @@ class BlockTables:
     def grow(self, sequence: SequenceState, count: int) -> list[tuple[int, int]]:
         """Make the next `count` tokens' blocks the sequence's own to write to -> blocks to be copied, (from, to)."""
         index, copies = sequence.computed // self.pool.block_size, []
-        if index < len(sequence.blocks) and not self._is_own(block := sequence.blocks[index]):
+        if index < len(sequence.blocks) and not self.pool.is_own(block := sequence.blocks[index]):
             if self.pool.available:
                 (sequence.blocks[index],) = self.pool.allocate(1)
                 copies.append((block, sequence.blocks[index]))
@@ -153,7 +158,10 @@ class BlockTables:
 
     def move_window(self, sequence: SequenceState) -> None:
         """Let the window follow the sequence's last token: move a re-encoded view, or free what has rolled out."""
-        offset = sequence.request.context.offset(sequence.length - 1)
+        context = sequence.request.context
+        if context.kind == "full" and not self.native_window:
+            return
+        offset = context.offset(sequence.length - 1)
         if offset != sequence.offset:
             self._move_view(sequence, offset)
         passed = self._passed(sequence, sequence.computed)
@@ -161,7 +169,7 @@ class BlockTables:
             newly = slice(passed.start + sequence.freed, passed.stop)
             count = newly.stop - newly.start
             # What a rolling window leaves behind, beyond the part that is shared with everybody, nobody looks for.
-            rolled = newly.start * self.pool.block_size >= sequence.request.context.span > 0
+            rolled = newly.start * self.pool.block_size >= context.span > 0
             self.pool.release(sequence.blocks[newly], evict_first=rolled)
             sequence.blocks[newly] = [FREED] * count
             sequence.freed += count
@@ -225,10 +233,6 @@ class BlockTables:
             kept_from, sinks = max(kept_from, computed - self.native_window + 1), 0
         begin, end = self.pool.blocks_for(sinks), kept_from // self.pool.block_size
         return range(begin, end) if begin < end else range(0)
-
-    def _is_own(self, block: int) -> bool:
-        """Whether one sequence holds the block and nobody else can find it."""
-        return self.pool.references(block) == 1 and not self.pool.is_published(block)
 
     def _next_is_shared(self, sequence: SequenceState) -> bool:
         """Whether the block that the next token would be written to is somebody else's too."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 
 import torch
@@ -13,6 +14,8 @@ from pellucid_model.kernels.cache_layout import stored_width
 from pellucid_model.kernels.huge_pages import untouched_zeros
 from pellucid_model.recording import LayerCall, record_calls
 
+_LINE = 64
+"""Bytes of a cache line."""
 LayerShape = LayerCall
 """What one layer keeps per token: nothing where it reads another layer's keys and values."""
 
@@ -21,7 +24,8 @@ class KVCache:
     """Keys and values of every layer, each [blocks, Hkv, block_size, W], so that a head's tokens lie together.
 
     The kernels' `cache_layout` says what W is, and what lies where in a block: the scales of an INT8 cache too, so they
-    go wherever their block goes.
+    go wherever their block goes. On the CPU a block's keys and values of all layers lie side by side, so that a cache
+    takes memory for the blocks that have been used. Were layers apart, each would fill up its own last huge page.
     """
 
     def __init__(
@@ -31,25 +35,38 @@ class KVCache:
         self.block_size = block_size
         self.layers: list[tuple[Tensor, Tensor]] = []
         """(keys, values); a layer that reads another one's has the same tensors as that one."""
+        own = [shape for shape in shapes if shape.kv_from is None]
+        sizes = [(shape.kv_heads, block_size, stored_width(shape.head_dim, dtype)) for shape in own for _ in range(2)]
+        if device.type == "cpu":
+            self._stores, tensors = _side_by_side(blocks, sizes, dtype)
+        else:
+            self._stores = tensors = [torch.zeros((blocks, *size), dtype=dtype, device=device) for size in sizes]
+        made = iter(tensors)
         for shape in shapes:
-            if shape.kv_from is not None:
-                self.layers.append(self.layers[shape.kv_from])
-                continue
-            # On the CPU zeros are handed out by the system when they are touched: an empty cache takes no memory.
-            size = (blocks, shape.kv_heads, block_size, stored_width(shape.head_dim, dtype))
-            on_cpu = device.type == "cpu"
-            keys, values = (
-                untouched_zeros(size, dtype) if on_cpu else torch.zeros(size, dtype=dtype, device=device)
-                for _ in range(2)
-            )
-            self.layers.append((keys, values))
+            self.layers.append((next(made), next(made)) if shape.kv_from is None else self.layers[shape.kv_from])
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks, (from, to), in every layer: one after the other, for one may read what another wrote."""
-        stores = {id(keys): (keys, values) for keys, values in self.layers}
-        for store in itertools.chain.from_iterable(stores.values()):
+        for store in self._stores:
             for source, target in copies:
                 store[target] = store[source]
+
+
+def _side_by_side(
+    blocks: int, sizes: Sequence[tuple[int, int, int]], dtype: torch.dtype
+) -> tuple[list[Tensor], list[Tensor]]:
+    """The memory [blocks, bytes] of tensors [blocks, *size], and these as views; each begins at a cache line.
+
+    Zeros are handed out by the system when they are touched: an empty cache takes no memory.
+    """
+    lengths = [math.prod(size) * dtype.itemsize for size in sizes]
+    begins = list(itertools.accumulate((-(-length // _LINE) * _LINE for length in lengths), initial=0))
+    memory = untouched_zeros((blocks, begins[-1]), torch.uint8)
+    tensors = [
+        memory[:, begin : begin + length].view(dtype).unflatten(1, size)
+        for begin, length, size in zip(begins, lengths, sizes, strict=False)
+    ]
+    return [memory], tensors
 
 
 def bytes_per_token(shapes: list[LayerShape], dtype: torch.dtype) -> int:

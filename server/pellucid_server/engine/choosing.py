@@ -35,6 +35,8 @@ class _Memory:
 
     adjustments: Adjustments | None
     constraint: ConstraintState | None
+    row: SamplerRow | None = None
+    """The sampler's row, once nothing but its place in the output will change."""
 
 
 class Chooser:
@@ -49,16 +51,15 @@ class Chooser:
         self._device_sampler = DeviceSampler(vocab_size, self._sampler)
         self._vocab_size = vocab_size
         self._memories: WeakKeyDictionary[SequenceState, _Memory] = WeakKeyDictionary()
+        self._due: list[tuple[SequenceState, _Memory]] = []
+        """Of the step that has begun."""
         self._computing: Future[None] | None = None
 
     def begin(self, chunks: Sequence[Chunk]) -> None:
         """Catch up with the sequences' tokens, and compute beside the caller which ids their constraints permit."""
         constrained = []
-        for chunk in chunks:
-            sequence = chunk.sequence
-            memory = self._memories.get(sequence)
-            if memory is None:
-                memory = self._memories[sequence] = self._remember(sequence)
+        self._due = [(chunk.sequence, self._memory(chunk.sequence)) for chunk in chunks]
+        for sequence, memory in self._due:
             if memory.adjustments is not None:
                 memory.adjustments.follow(sequence.tokens)
             if memory.constraint is not None:
@@ -76,40 +77,50 @@ class Chooser:
         """
         if self._computing is not None:
             self._computing.result()
+        whose, self._due = self._due, []
+        if not chunks:
+            return []
+        if len(chunks) == len(logits):  # nobody has a draft
+            return [[one] for one in self._choose(whose, logits, 0)]
         begins = list(itertools.accumulate((chunk.sampled_rows for chunk in chunks), initial=0))
         chosen: list[list[Sampled]] = [[] for _ in chunks]
         due, ahead = list(range(len(chunks))), 0
         while due:
-            rows = logits if len(due) == len(logits) else logits[[begins[index] + ahead for index in due]]
-            sampled = self._choose([chunks[index].sequence for index in due], rows, ahead)
+            rows = logits[[begins[index] + ahead for index in due]]
+            sampled = self._choose([whose[index] for index in due], rows, ahead)
             for index, one in zip(due, sampled, strict=True):
                 chosen[index].append(one)
-            due = [i for i in due if chunks[i].draft and self._goes_on(chunks[i], ahead, chosen[i][ahead])]
+            due = [i for i in due if self._goes_on(chunks[i], whose[i][1], ahead, chosen[i][ahead])]
             ahead += 1
         return chosen
 
-    def _goes_on(self, chunk: Chunk, place: int, sampled: Sampled) -> bool:
+    def _goes_on(self, chunk: Chunk, memory: _Memory, place: int, sampled: Sampled) -> bool:
         """Whether the chunk's draft was right at this place; then the sequence's state moves on to the next row."""
         if sampled.end is not None or chunk.draft[place : place + 1] != (sampled.token,):
             return False
-        memory = self._memories[chunk.sequence]
         if memory.adjustments is not None:
             memory.adjustments.accept(chunk.draft[place])
         if memory.constraint is not None:
             memory.constraint.compute()
         return True
 
-    def _choose(self, sequences: Sequence[SequenceState], logits: Tensor, ahead: int) -> list[Sampled]:
+    def _choose(self, due: Sequence[tuple[SequenceState, _Memory]], logits: Tensor, ahead: int) -> list[Sampled]:
         """One Sampled for each sequence, which has `ahead` tokens more than it has booked."""
         sampler = self._sampler if logits.device.type == "cpu" else self._device_sampler
-        tokens = sampler.sample(logits, [self._row(sequence, ahead) for sequence in sequences])
-        logprobs = self._read(sequences, tokens, logits)
+        tokens = sampler.sample(logits, [_row(sequence, memory, ahead) for sequence, memory in due])
+        logprobs = self._read([sequence for sequence, _ in due], tokens, logits)
         return [
-            Sampled(None, end=self._end_without_token(sequence, logits[row, : self._vocab_size]))
+            Sampled(None, end=self._end_without_token(memory, logits[row, : self._vocab_size]))
             if token is None
-            else Sampled(token, logprobs[row], self._end_with(sequence, token))
-            for row, (sequence, token) in enumerate(zip(sequences, tokens, strict=True))
+            else Sampled(token, logprobs[row], _end_with(sequence, memory, token))
+            for row, ((sequence, memory), token) in enumerate(zip(due, tokens, strict=True))
         ]
+
+    def _memory(self, sequence: SequenceState) -> _Memory:
+        memory = self._memories.get(sequence)
+        if memory is None:
+            memory = self._memories[sequence] = self._remember(sequence)
+        return memory
 
     def _remember(self, sequence: SequenceState) -> _Memory:
         request = sequence.request
@@ -119,28 +130,9 @@ class Chooser:
         end_ids = (*request.eos_ids, *request.stop_ids)
         return _Memory(adjustments, self.constraints.new_state(request.constraint, len(request.prompt), end_ids))
 
-    def _row(self, sequence: SequenceState, ahead: int) -> SamplerRow:
-        memory = self._memories[sequence]
-        return SamplerRow(
-            sampling=sequence.request.sampling,
-            banned=tuple(sequence.banned_ids(ahead)),
-            output_index=sequence.output_count + ahead,
-            sequence_index=sequence.request.sequence_index,
-            adjustments=memory.adjustments,
-            permitted=memory.constraint.permitted if memory.constraint is not None else None,
-        )
-
-    def _end_with(self, sequence: SequenceState, token: int) -> FinishKind | None:
-        """Whether the constraint ends the output with this token, which it takes note of."""
-        constraint, request = self._memories[sequence].constraint, sequence.request
-        if constraint is None or token in request.eos_ids or token in request.stop_ids:
-            return None
-        constraint.accept(token)
-        return "constraint_done" if constraint.exhausted and constraint.accepting else None
-
-    def _end_without_token(self, sequence: SequenceState, row: Tensor) -> FinishKind:
+    def _end_without_token(self, memory: _Memory, row: Tensor) -> FinishKind:
         """Why no token could be chosen by `row` [V]: there is no distribution, or the request leaves no id of it."""
-        constraint = self._memories[sequence].constraint
+        constraint = memory.constraint
         if not bool((row < float("inf")).all() and (row > float("-inf")).any()):
             return "non_finite"
         if constraint is not None and constraint.accepting:
@@ -164,3 +156,32 @@ class Chooser:
             for row, entry in zip(rows, self.logprobs.read(logits[rows].cpu(), ids, wishes), strict=True):
                 read[row] = entry
         return read
+
+
+def _row(sequence: SequenceState, memory: _Memory, ahead: int) -> SamplerRow:
+    """The sampler's row for the token that is `ahead` of the next one."""
+    place = sequence.output_count + ahead
+    if memory.row is not None:
+        memory.row.output_index = place
+        return memory.row
+    request, constraint = sequence.request, memory.constraint
+    row = SamplerRow(
+        sampling=request.sampling,
+        banned=tuple(sequence.banned_ids(ahead)),
+        output_index=place,
+        sequence_index=request.sequence_index,
+        adjustments=memory.adjustments,
+        permitted=constraint.permitted if constraint is not None else None,
+    )
+    if row.is_plain and constraint is None:
+        memory.row = row
+    return row
+
+
+def _end_with(sequence: SequenceState, memory: _Memory, token: int) -> FinishKind | None:
+    """Whether the constraint ends the output with this token, which it takes note of."""
+    constraint, request = memory.constraint, sequence.request
+    if constraint is None or token in request.eos_ids or token in request.stop_ids:
+        return None
+    constraint.accept(token)
+    return "constraint_done" if constraint.exhausted and constraint.accepting else None

@@ -1,4 +1,7 @@
-"""The engine's end of the socket pair: whole messages in, whole messages out, never in the middle of a step."""
+"""The engine's end of the socket pair: whole messages in, whole messages out, never in the middle of a step.
+
+Messages go in their order. One that can wait is held for the next, so that the frontend wakes up once for both.
+"""
 
 from __future__ import annotations
 
@@ -19,25 +22,43 @@ class EngineConnection:
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
         self._frames = Frames(decode_to_engine)
+        self._held = b""
 
     def receive(self, timeout: float | None) -> list[ToEngine]:
         """All messages that are there; where there is none, wait up to `timeout` seconds for one (None: for ever).
 
-        Raises ConnectionClosed.
+        What is held is sent before a wait without end. Raises ConnectionClosed.
         """
+        if timeout is None:
+            self.flush()
         messages: list[ToEngine] = []
         while True:
             readable, _, _ = select.select([self._socket], [], [], 0 if messages else timeout)
             if not readable:
                 return messages
-            part = self._socket.recv(1 << 20)
+            try:
+                part = self._socket.recv(1 << 20)
+            except ConnectionResetError:  # it went without having read everything
+                part = b""
             if not part:
                 raise ConnectionClosed
             messages += self._frames.push(part)
 
+    def hold(self, message: FromEngine) -> None:
+        """Send it with the next one, or when what is held is flushed."""
+        self._held += frame(message)
+
     def send(self, message: FromEngine) -> None:
         """Raises ConnectionClosed."""
+        self.hold(message)
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what is held. Raises ConnectionClosed."""
+        held, self._held = self._held, b""
+        if not held:
+            return
         try:
-            self._socket.sendall(frame(message))
+            self._socket.sendall(held)
         except (BrokenPipeError, ConnectionResetError):
             raise ConnectionClosed from None

@@ -26,6 +26,7 @@ import numpy.typing as npt
 from pellucid_model.tokenizers import Tokenizer
 from pellucid_server.engine.constraints import STACK_BYTES, fault_of, new_matcher, to_grammar
 from pellucid_server.engine.messages import Constraint
+from pellucid_server.settling import give_back_freed
 
 if TYPE_CHECKING:
     import llguidance
@@ -159,6 +160,7 @@ class Constraints:
                 return grammar
         if self._vocabulary is None:
             self._vocabulary = _read_vocabulary(self._load_tokenizer(), self._vocab_size)
+            give_back_freed()  # The tokenizer was read for its tokens' bytes alone.
         grammar = Grammar(constraint, new_matcher(self._vocabulary, to_grammar(constraint)), self._vocab_size)
         with self._lock:
             self._grammars[constraint] = grammar

@@ -2,7 +2,8 @@
 
 Order of side effects in one turn: take what has arrived (submissions, aborts) and requests whose constraints have been
 compiled meanwhile, plan, run, sample, book, report. A request therefore joins or leaves between two steps, and an abort
-takes effect before the next one.
+takes effect before the next one. Reports of quick steps that only decode go together: what takes longer waits for none,
+nor do first tokens and ends.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from pellucid_server.engine.execution import Executor
 from pellucid_server.engine.loading import Loaded
 from pellucid_server.engine.memory import GpuMemory
 from pellucid_server.engine.messages import (
+    REPORT_GAP,
     Abort,
     Configure,
     Finished,
@@ -56,6 +58,7 @@ class Engine:
         """By key: requests whose constraints are being compiled."""
         self._gpu_memory = GpuMemory(on_gpu=loaded.ready.device != "cpu")
         self._prefill_tokens = 0
+        self._reported_at = 0.0
 
     def warm_up(self) -> float:
         """Run the largest prompt step and a decode once, so that the first request meets a warm engine.
@@ -95,7 +98,7 @@ class Engine:
             self._take_prepared(connection)
             step = self._scheduler.schedule(time.monotonic())
             if step.chunks or step.expired:
-                connection.send(self._run(step))
+                self._run(step, connection)
 
     def _take(self, messages: list[ToEngine], connection: EngineConnection) -> None:
         asked = False
@@ -114,6 +117,7 @@ class Engine:
     def _take_prepared(self, connection: EngineConnection) -> None:
         """Queue the requests whose constraints are compiled by now. With nothing else to do, wait for the first one."""
         if self._scheduler.idle and self._preparing:
+            connection.flush()
             wait([next(iter(self._preparing.values()))[1]])
         for key, (request, prepared) in list(self._preparing.items()):
             if not prepared.done():
@@ -137,15 +141,23 @@ class Engine:
         end = Progress(key, None, Finished(kind), None, 0)
         connection.send(StepDone([end], self._stats(None, 0.0), time.monotonic()))
 
-    def _run(self, step: Step) -> StepDone:
+    def _run(self, step: Step, connection: EngineConnection) -> None:
+        """Run a step, book and report it."""
+        decoded = sum([chunk.count == 1 and chunk.samples and chunk.sequence.output_count > 0 for chunk in step.chunks])
+        phase = _phase(len(step.chunks), decoded)
+        if phase != "decode":
+            connection.flush()
         began = time.monotonic()
         outcome = self._executor.execute(step)
         ended = time.monotonic()
-        decoded = sum(chunk.samples and chunk.sequence.output_count > 0 and chunk.count == 1 for chunk in step.chunks)
-        stats_phase = _phase(len(step.chunks), decoded)
-        self._prefill_tokens += sum(chunk.count for chunk in step.chunks) - decoded
+        self._prefill_tokens += sum([chunk.count for chunk in step.chunks]) - decoded
         progress = step.expired + self._scheduler.complete(step, *outcome)
-        return StepDone(progress, self._stats(step, ended - began, stats_phase), ended)
+        report = StepDone(progress, self._stats(step, ended - began, phase), ended)
+        if phase == "decode" and ended - self._reported_at < REPORT_GAP and not _is_urgent(step, progress):
+            connection.hold(report)
+        else:
+            connection.send(report)
+            self._reported_at = ended
 
     def _new_scheduler(self) -> Scheduler:
         configure = self._configure
@@ -164,8 +176,8 @@ class Engine:
         return Stats(
             running=len(scheduler.running),
             waiting=len(scheduler.waiting),
-            running_tokens=sum(sequence.computed for sequence in scheduler.running),
-            waiting_tokens=sum(len(sequence.tokens) for sequence in scheduler.waiting),
+            running_tokens=sum([sequence.computed for sequence in scheduler.running]),
+            waiting_tokens=sum([len(sequence.tokens) for sequence in scheduler.waiting]),
             free_blocks=pool.free,
             used_blocks=pool.used,
             prefill_tokens_total=self._prefill_tokens,
@@ -190,3 +202,10 @@ def _phase(sequences: int, decoded: int) -> Phase:
     if decoded == 0:
         return "prefill"
     return "decode" if decoded == sequences else "mixed"
+
+
+def _is_urgent(step: Step, progress: list[Progress]) -> bool:
+    """Whether somebody waits for what a step has brought."""
+    if any(one.finished is not None for one in progress):
+        return True
+    return any(chunk.sequence.request.at_once for chunk in step.chunks)

@@ -28,15 +28,16 @@ from pellucid_server.engine.cache import (
     learn_shapes,
     native_window,
 )
+from pellucid_server.engine.company import try_company
 from pellucid_server.engine.flash_forward import DecodeShape
-from pellucid_server.engine.forward import choose_forward
-from pellucid_server.engine.invariance import seems_invariant
-from pellucid_server.engine.memory import available_memory, give_back_freed
+from pellucid_server.engine.forward import PlannedForward, choose_forward
+from pellucid_server.engine.memory import available_memory
 from pellucid_server.engine.messages import Configure, Ready
 from pellucid_server.engine.runner import ModelRunner
 from pellucid_server.engine.varlen import BLOCK_SIZE as VARLEN_BLOCK_SIZE
 from pellucid_server.kv.blocks import BlockPool
 from pellucid_server.options import size_text
+from pellucid_server.settling import give_back_freed
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 UNKNOWN_CONTEXT = 2048
@@ -103,10 +104,10 @@ def load(configure: Configure) -> Loaded:
     )
     runner = ModelRunner(servable.model, kernels, cache, device, forward)
     pool = BlockPool(blocks, block_size)
-    invariant = kernels.batch_invariant
-    if servable.custom and invariant:
+    in_plan = isinstance(forward, PlannedForward)
+    if servable.custom and kernels.batch_invariant and not in_plan:
         try:
-            invariant = seems_invariant(runner, pool, vocab_size, context_length)
+            try_company(runner, pool, vocab_size, context_length, configure.max_step_tokens)
         except Exception as error:
             raise ModelError(
                 f"{configure.module} fails in steps of several sequences, of up to {context_length} tokens each: "
@@ -125,7 +126,7 @@ def load(configure: Configure) -> Loaded:
         device=str(device) if device.type == "cpu" else torch.cuda.get_device_name(device),
         dtype=describe_dtypes(dtype, format, kv_dtype),
         kernels=kernels.name,
-        batch_invariant=invariant,
+        batch_invariant=in_plan,
         architecture=servable.architecture,
         notices=notices,
     )

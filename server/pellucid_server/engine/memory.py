@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from pathlib import Path
 
 import torch
@@ -17,13 +16,6 @@ def available_memory(meminfo: Path = MEMINFO, cgroup_root: Path = CGROUP_ROOT) -
     """Bytes this process may still take: the machine's free memory or what its control group leaves, the smaller."""
     room = [_meminfo_available(meminfo), _cgroup_v2_room(cgroup_root), _cgroup_v1_room(cgroup_root / "memory")]
     return max(0, min(bytes_ for bytes_ in room if bytes_ is not None))
-
-
-def give_back_freed() -> None:
-    """Hand memory that was freed back to the system, where the C library can do that (glibc)."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
 
 
 def out_of_memory(error: torch.OutOfMemoryError) -> str:

@@ -13,6 +13,9 @@ import msgspec
 
 from pellucid_server.kv.window import FULL, ContextWindow
 
+REPORT_GAP = 0.002
+"""Seconds for which steps that decode and bring no end may be told together."""
+
 FinishKind = Literal[
     "eos",
     "stop_token",
@@ -147,6 +150,8 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     """Whether later requests may use this one's blocks."""
     cache_salt: str = ""
     """Blocks are shared between requests of the same salt only."""
+    at_once: bool = False
+    """Whether each token is told as soon as it is there; else it may wait up to REPORT_GAP for the next ones."""
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
@@ -248,7 +253,10 @@ class Stats(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class StepDone(msgspec.Struct, frozen=True, tag=True, gc=False):
-    """Sent after every step, and while idle after an abort or a ping. `at` is when the step's tokens were sampled."""
+    """One for every step, and one while idle after an abort or a ping. `at` is when the step's tokens were sampled.
+
+    Those of quick steps may come together (REPORT_GAP).
+    """
 
     progress: list[Progress]
     stats: Stats

@@ -33,7 +33,7 @@ class RollingWindows:
     def of(step: Step) -> RollingWindows | None:
         """On the CPU."""
         contexts = [chunk.sequence.request.context for chunk in step.chunks]
-        if all(context.kind != "roll" for context in contexts):
+        if "roll" not in {context.kind for context in contexts}:
             return None
         rolls = [context if context.kind == "roll" else FULL for context in contexts]
         stand: list[int] = []
@@ -75,30 +75,36 @@ class StepRows:
 
     @staticmethod
     def of(step: Step) -> StepRows:
-        tokens, positions, row_sequence = array("q"), array("q"), array("i")
-        block_tables, sampled_rows = array("i"), array("q")
-        width = max(len(chunk.sequence.blocks) for chunk in step.chunks)
-        length = 0
+        tokens: list[int] = []
+        positions: list[int] = []
+        row_sequence: list[int] = []
+        block_tables: list[int] = []
+        sampled_rows: list[int] = []
+        width = max([len(chunk.sequence.blocks) for chunk in step.chunks])
         for index, chunk in enumerate(step.chunks):
-            rows = chunk.rows
-            tokens.extend(chunk.sequence.view(chunk.start, chunk.count))
-            tokens.extend(chunk.draft)
-            positions.extend(range(chunk.start, chunk.start + rows))
-            row_sequence.extend([index] * rows)
-            block_tables.extend(chunk.sequence.blocks)
-            block_tables.extend([-1] * (width - len(chunk.sequence.blocks)))
-            length = max(length, chunk.start + rows)
+            sequence, start, rows = chunk.sequence, chunk.start, chunk.rows
+            tokens += sequence.view(start, chunk.count)
+            tokens += chunk.draft
+            if rows == 1:
+                positions.append(start)
+                row_sequence.append(index)
+            else:
+                positions += range(start, start + rows)
+                row_sequence += [index] * rows
+            block_tables += sequence.blocks
+            if len(sequence.blocks) < width:
+                block_tables += [-1] * (width - len(sequence.blocks))
             if chunk.samples:
-                sampled_rows.extend(range(len(tokens) - chunk.sampled_rows, len(tokens)))
+                sampled_rows += range(len(tokens) - chunk.sampled_rows, len(tokens))
         return StepRows(
-            tokens=tokens,
-            positions=positions,
+            tokens=array("q", tokens),
+            positions=array("q", positions),
             positions32=array("i", positions),
-            row_sequence=row_sequence,
-            block_tables=block_tables,
+            row_sequence=array("i", row_sequence),
+            block_tables=array("i", block_tables),
             table_width=width,
-            sampled_rows=sampled_rows,
-            length=length,
+            sampled_rows=array("q", sampled_rows),
+            length=max(positions) + 1,
             rolling=RollingWindows.of(step),
         )
 

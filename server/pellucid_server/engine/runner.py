@@ -52,11 +52,14 @@ class ModelRunner:
     def run(self, step: Step, score: Scorer | None = None) -> Tensor:
         """Compute the step's chunks -> logits [R, V] float32 where the model runs, each chunk's `sampled_rows`.
 
+        They are valid until the next step.
+
         score  is shown the logits of every chunk's `scored` rows
         """
-        self._cache.copy_blocks(step.copies)
+        if step.copies:
+            self._cache.copy_blocks(step.copies)
         logits = self._forward.run(StepRows.of(step)).float()
-        if score is not None:
+        if score is not None and any(chunk.scored for chunk in step.chunks):
             self._score(step, score)
         return logits
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import ctypes
 import struct
+from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -21,11 +22,13 @@ from pellucid_server.engine.sampler_numpy import sample_row
 
 _ROW = struct.Struct("=7dQ6Q8I")
 """The kernel's Row, in the order of its fields."""
+_OUTPUT_INDEX = struct.Struct("=I")
+"""Its last field."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SamplerRow:
-    """Settings of one row.
+    """Settings of one row. `output_index` may move on and the row be used again.
 
     banned          ids that may not be chosen, for example EOS before min_new_tokens
     output_index    how many tokens of the output came before, uint32
@@ -40,6 +43,13 @@ class SamplerRow:
     sequence_index: int = 0
     adjustments: Adjustments | None = None
     permitted: npt.NDArray[np.uint32] | None = None
+    packed: bytearray | None = field(default=None, init=False, repr=False, compare=False)
+    """The kernel's Row of a plain one, once it has been sampled."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the sampling values alone say what may be chosen."""
+        return not self.banned and self.adjustments is None and self.permitted is None
 
 
 class Sampler:
@@ -97,28 +107,36 @@ class Sampler:
     def _sample_compiled(
         self, library: ctypes.CDLL, logits: torch.Tensor, rows: Sequence[SamplerRow]
     ) -> list[int | None]:
-        settings = bytearray(_ROW.size * len(rows))
-        banned: list[int] = []
-        for index, row in enumerate(rows):
-            begin = len(banned)
-            banned += row.banned
-            _pack(settings, index * _ROW.size, row, begin, len(banned))
-        out = (ctypes.c_int32 * len(rows))()
+        banned = array("i")
+        settings = array("B", b"".join([_pack(row, banned) for row in rows]))
+        out = array("i", bytes(4 * len(rows)))
         library.pellucid_sample(
             logits.data_ptr(),
             len(rows),
             logits.stride(0),
             self._vocab_size,
-            (ctypes.c_char * len(settings)).from_buffer(settings),
-            (ctypes.c_int32 * len(banned))(*banned),
+            settings.buffer_info()[0],
+            banned.buffer_info()[0],
             self._threads,
-            out,
+            out.buffer_info()[0],
         )
         return [None if token < 0 else token for token in out]
 
 
-def _pack(settings: bytearray, offset: int, row: SamplerRow, banned_begin: int, banned_end: int) -> None:
-    """Write one Row. It points into the row's arrays, which its SamplerRow keeps alive."""
+def _pack(row: SamplerRow, banned: array[int]) -> bytes | bytearray:
+    """One Row. It points into the row's arrays, which its SamplerRow keeps alive, and to its place in `banned`."""
+    if row.packed is not None:
+        _OUTPUT_INDEX.pack_into(row.packed, _ROW.size - _OUTPUT_INDEX.size, row.output_index)
+        return row.packed
+    banned_begin = len(banned)
+    banned.extend(row.banned)
+    packed = _packed(row, banned_begin, len(banned))
+    if row.is_plain:
+        row.packed = bytearray(packed)
+    return packed
+
+
+def _packed(row: SamplerRow, banned_begin: int, banned_end: int) -> bytes:
     sampling, adjustments = row.sampling, row.adjustments
     bias_ids = biases = allowed_ids = seen_ids = output_counts = (0, 0)
     if adjustments is not None:
@@ -127,9 +145,7 @@ def _pack(settings: bytearray, offset: int, row: SamplerRow, banned_begin: int, 
         if adjustments.history is not None:
             seen_ids = adjustments.history.seen_ids.buffer_info()
             output_counts = adjustments.history.output_counts.buffer_info()
-    _ROW.pack_into(
-        settings,
-        offset,
+    return _ROW.pack(
         sampling.temperature,
         sampling.top_p,
         sampling.min_p,

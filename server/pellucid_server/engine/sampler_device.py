@@ -75,7 +75,7 @@ def choose(logits: Tensor, rows: Sequence[SamplerRow]) -> Tensor:
 def _is_plain(row: SamplerRow) -> bool:
     """Whether nothing but temperature, top-k, top-p and min-p says what the row may choose."""
     sampling = row.sampling
-    if row.adjustments is not None or row.permitted is not None or row.banned or sampling.typical_p < 1:
+    if not row.is_plain or sampling.typical_p < 1:
         return False
     return sampling.temperature == 0 or sampling.top_k <= TOP
 

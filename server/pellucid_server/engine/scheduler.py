@@ -7,10 +7,9 @@ Sequences are ranked by the time of their arrival, put forward by ten seconds fo
 changes, and it decides everything: the best-ranked sequence always moves, so each one gets to its end.
 
 Order of a step's side effects: expired sequences end; windows move; running sequences get tokens and blocks, decodes
-first, then prompts in the order of rank, each leaving a small share of the budget to those behind it, and long ones
-holding back while a short one is there, so that they hold nobody up; where blocks run out the running sequence with the
-worst rank gives all of its own back and waits again (what it computed may still be in the cache then); then waiting
-sequences are admitted in the order of rank.
+first, then prompts in the order of rank (how much each one gets, prompt_shares.py says); where blocks run out the
+running sequence with the worst rank gives all of its own back and waits again (what it computed may still be in the
+cache then); then waiting sequences are admitted in the order of rank.
 A waiting sequence of higher priority takes the place of running ones of lower priority and worse rank.
 """
 
@@ -20,41 +19,16 @@ import itertools
 from bisect import insort
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 
 from pellucid_server.engine.block_tables import BlockTables, Start
 from pellucid_server.engine.ends import Expiries, finished
 from pellucid_server.engine.groups import Groups
 from pellucid_server.engine.messages import Finished, Progress, Submit, TokenLogprob
-from pellucid_server.engine.sequence import AGEING_SECONDS, Chunk, Sampled, SequenceState, Step
+from pellucid_server.engine.prompt_shares import PromptShares
+from pellucid_server.engine.sequence import AGEING_SECONDS, NONE_SCORED, Chunk, Sampled, SequenceState, Step
 from pellucid_server.engine.speculation import Speculation
+from pellucid_server.engine.step_plan import StepPlan
 from pellucid_server.kv.blocks import BlockPool
-
-QUANTUM_SHARE = 4
-"""A quarter of what decodes leave of the budget is kept for prompts behind the first one, in equal parts."""
-ROWS_BESIDE_SHORT = 32
-"""The most that a longer prompt gets in a step that a short one could be through with, so that the short one's first
-token does not wait for its rows. At most every other step is like that: short ones without end do not stop it."""
-
-
-@dataclass(slots=True)
-class _Plan:
-    """A step in the making."""
-
-    budget: int
-    """Tokens that may still be added."""
-    chunks: dict[int, Chunk] = field(default_factory=dict)
-    """By the sequence's key."""
-    copies: list[tuple[int, int]] = field(default_factory=list)
-
-    def add(self, chunk: Chunk) -> None:
-        self.chunks[chunk.sequence.request.key] = chunk
-        self.budget -= chunk.count
-
-    def drop(self, sequence: SequenceState) -> None:
-        """Take a sequence out again. Copies stay: at worst they fill a block that is written to before it is read."""
-        chunk = self.chunks.pop(sequence.request.key, None)
-        self.budget += chunk.count if chunk else 0
 
 
 class Scheduler:
@@ -88,13 +62,12 @@ class Scheduler:
         self.waiting: list[SequenceState] = []
         """In the order of rank; the next to be admitted is the last, so that taking it is cheap."""
         self.preemptions = 0
-        self._held_back = False
-        """Whether long prompts made way for a short one in the last step."""
         self.speculation = Speculation(draft_tokens)
         self._by_key: dict[int, SequenceState] = {}
         self._groups = Groups()
         self._arrivals = 0
         self._expiries = Expiries()
+        self._shares = PromptShares()
 
     def submit(self, request: Submit, now: float = 0.0) -> None:
         """Queue a sequence. Raises ValueError where the whole pool could not hold its tokens or their window."""
@@ -128,7 +101,7 @@ class Scheduler:
     def schedule(self, now: float) -> Step:
         """Choose the next step's chunks and give them their blocks."""
         expired = self._expire(now)
-        plan = _Plan(self.max_step_tokens)
+        plan = StepPlan(self.max_step_tokens)
         decodes: list[SequenceState] = []
         prefills: list[SequenceState] = []
         for sequence in self.running:
@@ -136,14 +109,11 @@ class Scheduler:
             (decodes if sequence.pending == 1 else prefills).append(sequence)
         for sequence in decodes:
             self._plan(sequence, plan, plan.budget)
-        behind = len(prefills) + self._newcomers()
-        quantum = max(1, plan.budget // QUANTUM_SHARE // max(1, behind - 1))
-        self._held_back = not self._held_back and self._has_short(prefills, behind - len(prefills), quantum)
-        longest = ROWS_BESIDE_SHORT if self._held_back else plan.budget
+        newcomers, first = self._newcomers()
+        pending = [*(sequence.pending for sequence in prefills), *first]
+        shares = self._shares.divide(plan.budget, len(prefills) + newcomers, pending)
         for sequence in itertools.chain(prefills, self._admitted(plan)):
-            behind -= 1
-            most = max(1, plan.budget - quantum * max(0, behind))
-            self._plan(sequence, plan, most if sequence.pending <= quantum else min(most, longest))
+            self._plan(sequence, plan, shares.next(sequence.pending, plan.budget))
         for chunk in plan.chunks.values():
             if chunk.sequence.first_scheduled_at is None:
                 chunk.sequence.first_scheduled_at = now
@@ -164,15 +134,15 @@ class Scheduler:
         tokens = iter(sampled)
         progress: list[Progress] = []
         for chunk in step.chunks:
-            sequence = chunk.sequence
             outcomes: Sequence[Sampled | None] = next(tokens) if chunk.samples else [None]
-            scores = (prompt_logprobs or {}).get(sequence.request.key, [])
-            if scores is None:
-                outcomes = [Sampled(None)]
-            else:
-                sequence.prompt_logprobs += scores
-                sequence.unscored -= len(chunk.scored)
-            progress += self._book(chunk, outcomes)
+            if chunk.scored:
+                scores = (prompt_logprobs or {}).get(chunk.sequence.request.key, [])
+                if scores is None:
+                    outcomes = [Sampled(None)]
+                else:
+                    chunk.sequence.prompt_logprobs += scores
+                    chunk.sequence.unscored -= len(chunk.scored)
+            self._book(chunk, outcomes, progress)
         return progress
 
     def check_integrity(self) -> None:
@@ -184,30 +154,28 @@ class Scheduler:
         if any(sequence.blocks for sequence in self.waiting):
             raise RuntimeError("a waiting sequence holds blocks")
 
-    def _plan(self, sequence: SequenceState, plan: _Plan, most: int) -> None:
+    def _plan(self, sequence: SequenceState, plan: StepPlan, most: int) -> None:
         """Add at most `most` tokens of a running sequence to the step.
 
         A chunk shrinks to the room there is rather than push others out: they go only where there is none for one
         token, and the sequence itself goes where it has the worst rank.
         """
-        if plan.budget <= 0 or sequence not in self.running:
+        if plan.budget <= 0 or sequence in plan.preempted:
             return
-        while (room := self.tables.room(sequence)) < 1:
-            victim = self.running[-1]
-            self._preempt(victim, plan)
-            if victim is sequence:
-                return
-        start, pending = sequence.computed, sequence.pending
-        count = min(pending, most, plan.budget, room)
-        plan.copies += self.tables.grow(sequence, count)
-        last = count == pending and sequence.length == len(sequence.tokens)
-        scored = range(0)
-        if sequence.unscored:
-            first, end = sequence.scored - sequence.offset, len(sequence.request.prompt) - 1 - sequence.offset
-            scored = range(max(start, first), max(start, first, min(start + count, end)))
-        plan.add(Chunk(sequence, start, count, last and sequence.request.max_new_tokens > 0, scored))
+        start, pending, count = sequence.computed, sequence.pending, 1
+        if pending > 1 or not self.tables.has_place(sequence):
+            while (room := self.tables.room(sequence)) < 1:
+                victim = self.running[-1]
+                self._preempt(victim, plan)
+                if victim is sequence:
+                    return
+            count = min(pending, most, plan.budget, room)
+            plan.copies += self.tables.grow(sequence, count)
+        samples = count == pending and sequence.request.max_new_tokens > 0 and sequence.length == len(sequence.tokens)
+        scored = sequence.places_to_score(start, count) if sequence.unscored else NONE_SCORED
+        plan.add(Chunk(sequence, start, count, samples, scored))
 
-    def _admitted(self, plan: _Plan) -> Iterator[SequenceState]:
+    def _admitted(self, plan: StepPlan) -> Iterator[SequenceState]:
         """Waiting sequences that start now, the best-ranked first. Each is planned before the next one is looked for.
 
         One starts only where all it has to compute fits, so that it is not pushed out at once. It is not overtaken by
@@ -225,18 +193,13 @@ class Scheduler:
             if sequence not in self.running:
                 return
 
-    def _newcomers(self) -> int:
-        """Waiting sequences that could join this step, about."""
+    def _newcomers(self) -> tuple[int, list[int]]:
+        """Waiting sequences that could join this step, about, and what the next of them has to compute."""
         places = min(len(self.waiting), self.max_running - len(self.running))
         sequence = self._next_waiting() if places > 0 else None
-        return places if sequence is not None and self._fits(sequence, self._find_start(sequence)) else 0
-
-    def _has_short(self, prefills: Sequence[SequenceState], newcomers: int, tokens: int) -> bool:
-        """Whether a prompt, running or the next to join, has no more than so many tokens left to compute."""
-        first = self._next_waiting() if newcomers else None
-        if first is not None and first.view_length - self._find_start(first).computed <= tokens:
-            return True
-        return any(sequence.pending <= tokens for sequence in prefills)
+        if sequence is None or not self._fits(sequence, start := self._find_start(sequence)):
+            return 0, []
+        return places, [sequence.view_length - start.computed]
 
     def _next_waiting(self) -> SequenceState | None:
         """The best-ranked sequence that need not wait for another of its group to compute their common prompt."""
@@ -249,7 +212,7 @@ class Scheduler:
     def _fits(self, sequence: SequenceState, start: Start) -> bool:
         return len(self.running) < self.max_running and self.tables.fits(sequence, start)
 
-    def _make_way(self, sequence: SequenceState, plan: _Plan) -> None:
+    def _make_way(self, sequence: SequenceState, plan: StepPlan) -> None:
         """Push out running sequences of lower priority and worse rank, if that lets a waiting one start."""
         victims = [
             other
@@ -265,7 +228,7 @@ class Scheduler:
         while victims and not self._fits(sequence, self._find_start(sequence)):
             self._preempt(victims.pop(), plan)
 
-    def _preempt(self, sequence: SequenceState, plan: _Plan) -> None:
+    def _preempt(self, sequence: SequenceState, plan: StepPlan) -> None:
         """Take all blocks away; the sequence waits again, at its old rank."""
         plan.drop(sequence)
         self.tables.release(sequence)
@@ -288,12 +251,13 @@ class Scheduler:
         self._groups.remove(sequence)
         self.tables.release(sequence)
 
-    def _book(self, chunk: Chunk, outcomes: Sequence[Sampled | None]) -> list[Progress]:
+    def _book(self, chunk: Chunk, outcomes: Sequence[Sampled | None], progress: list[Progress]) -> None:
         """Book a chunk's tokens as if each had had a step of its own: one of a draft is computed once it has come true.
 
         outcomes  None: nothing was sampled
+        progress  is extended by what there is to report
         """
-        sequence, progress = chunk.sequence, []
+        sequence = chunk.sequence
         for ahead, outcome in enumerate(outcomes):
             sequence.computed = chunk.start + chunk.count + ahead
             self.tables.publish(sequence)
@@ -303,7 +267,6 @@ class Scheduler:
         if chunk.draft:
             self.speculation.judge(chunk, len(outcomes) - 1)
             self.tables.trim(sequence)
-        return progress
 
     def _advance(self, sequence: SequenceState, outcome: Sampled, end: Finished | None) -> Progress:
         """Append the token, if there is one, and end the sequence, if it has."""

@@ -14,6 +14,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from pellucid_server.engine.messages import Finished, FinishKind, Progress, Submit, TokenLogprob
 from pellucid_server.kv.prefix import PrefixChain
 
@@ -22,6 +24,8 @@ AGEING_SECONDS = 10.0
 the difference in priority after it, so none waits for ever."""
 FREED = -1
 """In a block table: the block has gone back to the pool, and no row looks there any more."""
+NONE_SCORED = range(0)
+"""See Chunk.scored."""
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
@@ -75,6 +79,11 @@ class SequenceState:
         """How many of the first tokens have told what follows them, or need not."""
         return len(self.request.prompt) - 1 - self.unscored
 
+    def places_to_score(self, start: int, count: int) -> range:
+        """Places in the view, of `count` from `start` on, of prompt tokens that have yet to tell what follows them."""
+        first, end = self.scored - self.offset, len(self.request.prompt) - 1 - self.offset
+        return range(max(start, first), max(start, first, min(start + count, end)))
+
     @property
     def length(self) -> int:
         """Tokens that the view ends with: all; or, while a prompt is scored, those that the same origin sees."""
@@ -89,7 +98,7 @@ class SequenceState:
     @property
     def pending(self) -> int:
         """Tokens of the view still to be computed; they are known already."""
-        return self.view_length - self.computed
+        return self.length - self.offset - self.computed
 
     @property
     def held_blocks(self) -> list[int]:
@@ -127,16 +136,18 @@ class SequenceState:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """`count` tokens of a sequence's view, from its place `start` on, to be computed in one step."""
+class Chunk(msgspec.Struct, frozen=True):
+    """`count` tokens of a sequence's view, from its place `start` on, to be computed in one step.
+
+    A struct, as Sampled is: each step makes one for each sequence, and a frozen dataclass takes ten times as long.
+    """
 
     sequence: SequenceState
     start: int
     count: int
     samples: bool
     """The next token is sampled after the last of them."""
-    scored: range = range(0)
+    scored: range = NONE_SCORED
     """Places in the view, within the chunk, of prompt tokens whose successors' log-probabilities are wanted."""
     draft: tuple[int, ...] = ()
     """Guesses at what follows, which run behind the chunk's own tokens so that more than one token can come of it."""
@@ -170,11 +181,10 @@ class Step:
     @property
     def tokens(self) -> int:
         """Rows, drafts included."""
-        return sum(chunk.rows for chunk in self.chunks)
+        return sum([chunk.rows for chunk in self.chunks])
 
 
-@dataclass(frozen=True, slots=True)
-class Sampled:
+class Sampled(msgspec.Struct, frozen=True):
     """What came out of a row that is sampled."""
 
     token: int | None

@@ -18,8 +18,10 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
+
+from msgspec.structs import replace
 
 from pellucid_server.engine.block_tables import BlockTables
 from pellucid_server.engine.sequence import Chunk, SequenceState

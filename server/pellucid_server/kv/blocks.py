@@ -120,6 +120,10 @@ class BlockPool:
     def is_published(self, block: int) -> bool:
         return block in self._content
 
+    def is_own(self, block: int) -> bool:
+        """Whether one table holds the block and nobody else can find it."""
+        return self._references[block] == 1 and block not in self._content
+
     def find(self, content: BlockContent) -> int | None:
         """The published block with this content. The tokens themselves are compared too, not only their digest."""
         block = self._published.get(content.key)

@@ -13,7 +13,7 @@ from google.protobuf.duration_pb2 import Duration
 
 from pellucid.v1 import inference_pb2
 from pellucid_server.chat import Message
-from pellucid_server.delivery import MESSAGE_GAP, DeliveryRules
+from pellucid_server.delivery import DeliveryRules
 from pellucid_server.errors import ModelNotFound
 from pellucid_server.options import Integer
 from pellucid_server.planning import ContextWish, Wishes, check_room
@@ -205,7 +205,7 @@ def _delivery_rules(violations: Violations, given: inference_pb2.OutputOptions) 
         min_tokens=min_tokens,
         with_text=not given.omit_text,
         with_token_ids=not given.omit_token_ids,
-        gap=0.0 if has_min_tokens else MESSAGE_GAP,
+        paced=not has_min_tokens,
     )
 
 

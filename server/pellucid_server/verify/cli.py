@@ -75,9 +75,9 @@ def _verify(wish: Wish) -> int:
             module=wish.module,
         )
     )
-    reference = make_reference(wish.checkpoint, wish.module, wish.reference)
-    prompts = _prompts(wish, tokenizer, loaded)
-    ready = loaded.ready
+    prompts, ready = _prompts(wish, tokenizer, loaded), loaded.ready
+    longest = min(max(map(len, prompts)) + wish.new_tokens, ready.context_length)
+    reference = make_reference(wish.checkpoint, wish.module, wish.reference, longest)
     print(f"served   {ready.architecture} in {ready.dtype}, kernels {ready.kernels}")
     print(f"against  {reference.what}")
     verification = Verification(loaded, reference, wish.limit)

@@ -40,7 +40,11 @@ class Reference(ABC):
 
     @abstractmethod
     def logits(self, tokens: list[int]) -> Tensor:
-        """[n, V], a row behind each token."""
+        """[n, V], a row behind each token. Raises ModelError, one line, whatever goes wrong."""
+
+    @abstractmethod
+    def rows(self, tokens: list[int]) -> Tensor:
+        """The same in one forward, which may give the last row only. Raises what the forward does."""
 
     def rolled(self, tokens: list[int], context: ContextWindow) -> Tensor | None:
         """[n, V] under a rolling window; None where this reference cannot say."""
@@ -74,14 +78,18 @@ class OwnModule(Reference):
         self.module = module
         self._model = cast("DecoderModel", module)
         self._trace: Trace | None = None
-        self.what = f"{what} over textbook attention in {_settle_dtype(module, self.logits)}"
+        self.what = f"{what} over textbook attention"
 
     def logits(self, tokens: list[int]) -> Tensor:
-        positions = torch.arange(len(tokens))
-        return self._logits(tokens, ReferenceAttend([len(tokens)], positions))
+        with _one_line_errors(self.what, tokens):
+            return self.rows(tokens)
+
+    def rows(self, tokens: list[int]) -> Tensor:
+        return self._rows(tokens, ReferenceAttend([len(tokens)], torch.arange(len(tokens))))
 
     def rolled(self, tokens: list[int], context: ContextWindow) -> Tensor | None:
-        return self._logits(tokens, RollingAttend(context.sinks, context.window))
+        with _one_line_errors(self.what, tokens):
+            return self._rows(tokens, RollingAttend(context.sinks, context.window))
 
     @contextmanager
     def watched(self, trace: Trace) -> Iterator[None]:
@@ -92,7 +100,7 @@ class OwnModule(Reference):
             self._trace = None
 
     @torch.no_grad()
-    def _logits(self, tokens: list[int], attend: Attend) -> Tensor:
+    def _rows(self, tokens: list[int], attend: Attend) -> Tensor:
         positions = torch.arange(len(tokens))
         attend = attend if self._trace is None else WatchedAttend(attend, self._trace)
         return self._model.logits(self._model.forward(torch.tensor(tokens), positions, attend))
@@ -102,34 +110,45 @@ class OwnForward(Reference):
     """A forward of batch form, tokens [1, n] -> logits [1, n, V], alone, first in a tuple, or as `logits`."""
 
     def __init__(self, call: Callable[[Tensor], Any], what: str, module: nn.Module | None = None) -> None:
-        self._call, self.module = call, module
-        dtype = "" if module is None else f" in {_settle_dtype(module, self._rows)}"
-        self.what = f"{what}{dtype}"
+        self._call, self.what, self.module = call, what, module
 
-    @torch.no_grad()
     def logits(self, tokens: list[int]) -> Tensor:
-        try:
-            rows = self._rows(tokens)
+        with _one_line_errors(self.what, tokens):
+            rows = self.rows(tokens)
             if len(rows) == 1:  # it may give the last one only
-                rows = torch.cat([self._rows(tokens[: t + 1]) for t in range(len(tokens))])
-        except ModelError:
-            raise
-        except Exception as error:
-            raise ModelError(f"{self.what} fails on {len(tokens)} tokens: {one_line(error)}") from error
+                rows = torch.cat([self.rows(tokens[: t + 1]) for t in range(len(tokens))])
         if len(rows) != len(tokens):
             raise ModelError(f"{self.what} gives {len(rows)} rows of logits for {len(tokens)} tokens")
         return rows
 
-    def _rows(self, tokens: list[int]) -> Tensor:
+    @torch.no_grad()
+    def rows(self, tokens: list[int]) -> Tensor:
         return logits_of(self._call(torch.tensor([tokens])))
 
 
-def make_reference(path: Path, module: str, wanted: str) -> Reference:
-    """`wanted` names FILE.py:CLASS or FILE.py:FUNCTION, or is "transformers"; "": the module that is served."""
+@contextmanager
+def _one_line_errors(what: str, tokens: list[int]) -> Iterator[None]:
+    try:
+        yield
+    except ModelError:
+        raise
+    except Exception as error:
+        raise ModelError(f"{what} fails on {len(tokens)} tokens: {one_line(error)}") from error
+
+
+def make_reference(path: Path, module: str, wanted: str, length: int) -> Reference:
+    """`wanted` names FILE.py:CLASS or FILE.py:FUNCTION, or is "transformers"; "": the module that is served.
+
+    length: tokens of the longest sequence that it will be asked for
+    """
     if wanted == TRANSFORMERS:
-        return _from_transformers(path)
+        return _settled(lambda: _from_transformers(path), length)
     if wanted:
-        return _from_file(path, wanted)
+        return _settled(lambda: _from_file(path, wanted), length)
+    return _settled(lambda: _what_is_served(path, module), length)
+
+
+def _what_is_served(path: Path, module: str) -> Reference:
     if not module:
         servable = load_servable(path)
         return OwnModule(servable.module, f"the same {servable.architecture}")
@@ -165,17 +184,24 @@ def _from_transformers(path: Path) -> Reference:
     return OwnForward(model.eval(), f"transformers' {type(model).__name__}", model)
 
 
-def _settle_dtype(module: nn.Module, logits: Callable[[list[int]], Tensor]) -> str:
-    """float64 where the module and the memory allow it, else float32."""
-    parameters = sum(parameter.numel() for parameter in module.parameters())
+def _settled(make: Callable[[], Reference], length: int) -> Reference:
+    """In float64 where its module and the memory allow it, else in float32, made anew: modules may keep tensors."""
+    reference = make()
+    if reference.module is None:
+        return reference
+    parameters = sum(parameter.numel() for parameter in reference.module.parameters())
     if 8 * parameters < available_memory() // 2:
-        module.double()
+        reference.module.double()
         try:
-            logits([0])
-            return "float64"
+            for count in (1, length):
+                reference.rows([0] * count)
+            reference.what += " in float64"
+            return reference
         except ModelError:
             raise
         except Exception:  # a type that is written into the module
-            pass
-    module.float()
-    return "float32"
+            reference = make()
+    if reference.module is not None:
+        reference.module.float()
+    reference.what += " in float32"
+    return reference

@@ -1,6 +1,6 @@
 """Random requests in a crowd, each compared with the same request alone. `make soak`; a short run is in the tests.
 
-    python -m pellucid_testing.soak [--requests 20000] [--seed 0] [--kills 2] [--speculative-tokens 5]
+    python -m pellucid_testing.soak [--requests 20000] [--seed 0] [--kills 8] [--speculative-tokens 5]
 
 Two servers serve one tiny model. The crowd's has a KV pool far too small for what runs at once, small steps, a prefix
 cache and drafts; its engine is killed some times. The lone one runs one request at a time, reuses and guesses nothing.
@@ -73,6 +73,7 @@ class Tally:
     cached_tokens: float = 0
     drafted_tokens: float = 0
     accepted_tokens: float = 0
+    kills: int = 0
     restarts: float = 0
 
 
@@ -199,8 +200,10 @@ async def _run(
         async def worker() -> None:
             for number in numbers:
                 if number in kill_at:
-                    os.kill(crowd.engine_pid(), signal.SIGKILL)
+                    await _kill_engine(crowd)
+                    tally.kills += 1
                 if number % max(1, requests // 5) == 0 and number:
+                    await together.wait_until_ready(60)  # else there may be no engine to count
                     tally.resident.append(_resident(crowd))
                     say(f"{number} of {requests}, {len(tally.differences)} differences, {tally.resident[-1]:.0f} MiB")
                 case = draw_case(number, seed)
@@ -213,6 +216,13 @@ async def _run(
 
         await asyncio.gather(*(worker() for _ in range(STREAMS)))
         tally.resident.append(_resident(crowd))
+
+
+async def _kill_engine(server: ServerProcess) -> None:
+    """Waits for it where the last one is not back yet."""
+    while not (children := _children(server.process.pid)):  # noqa: ASYNC110 - a process has no event to await
+        await asyncio.sleep(0.02)
+    os.kill(children[0], signal.SIGKILL)
 
 
 async def _in_company(client: AsyncClient, case: Case) -> tuple[str, Completion | list[Output] | None]:
@@ -296,6 +306,8 @@ def verdict(tally: Tally, draft_tokens: int = 5) -> list[str]:
     for name, count in shown.items():
         if not count:
             wrong.append(f"there was no {name}: the run has not shown what it should")
+    if tally.restarts < tally.kills:
+        wrong.append(f"the engine was killed {tally.kills} times, but restarted only {tally.restarts:.0f} times")
     if len(tally.resident) > 2 and tally.resident[-1] > FLAT * tally.resident[0]:
         wrong.append(f"memory grew from {tally.resident[0]:.0f} to {tally.resident[-1]:.0f} MiB")
     return wrong
@@ -305,7 +317,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="soak", description="Random requests in a crowd, compared with lone runs.")
     parser.add_argument("--requests", type=int, default=20_000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--kills", type=int, default=2, help="how often the engine is killed (default 2)")
+    parser.add_argument("--kills", type=int, default=8, help="how often the engine is killed (default 8)")
     parser.add_argument("--speculative-tokens", type=int, default=5, help="drafts of the crowd's server (default 5)")
     options = parser.parse_args(arguments)
     began = time.monotonic()

@@ -168,6 +168,23 @@ class Stepper:
             rows[target] = row.clone()
 
 
+def same_in_company(stepper: Stepper) -> bool:
+    """Whether a sequence's logits are the same alone, beside all others that may run, and with its prompt in pieces."""
+    ready, most = stepper.loaded.ready, stepper.max_running
+    lengths = [2 + (ready.context_length - 6) * key // (most - 1) for key in range(most)]
+    crowd = [
+        submission(key, [(7 * i + 3 * key) % ready.vocab_size for i in range(length)], 4)
+        for key, length in enumerate(lengths)
+    ]
+
+    def last(requests: list[Submit], step_tokens: int) -> torch.Tensor:
+        return torch.stack(stepper.run(*requests, max_step_tokens=step_tokens).logits[most - 1])
+
+    whole = sum(lengths)
+    ways = ((crowd, whole), (crowd, most + 1), (crowd[-1:], most))
+    return all(torch.equal(last(crowd[-1:], whole), last(*way)) for way in ways)
+
+
 def reference_logits(model: Decoder, tokens: list[int]) -> torch.Tensor:
     """The float64 textbook: logits [n, V] at every position of one whole sequence."""
     positions = torch.arange(len(tokens))

@@ -15,6 +15,7 @@ from torch import Tensor
 from pellucid_model.contract import Rotary
 from pellucid_model.kernels import library
 from pellucid_model.kernels.fused import NORMS, LinearLayer, address, linear_arguments, linear_layer
+from pellucid_model.kernels.huge_pages import untouched_zeros
 from pellucid_model.kernels.native import (
     CACHE_FORMATS,
     TABLE_FORMATS,
@@ -33,6 +34,7 @@ from pellucid_model.kernels.plan.program import (
     Linear,
     Normalize,
     Operand,
+    Phase,
     Program,
     Rearrange,
     Reduce,
@@ -41,7 +43,7 @@ from pellucid_model.kernels.plan.program import (
 )
 
 _KINDS = (Gather, Select, Copy, Rearrange, Combine, Reduce, Linear, Normalize, Activate, Attention)
-_PHASES = ("tokens", "sampled")
+_PHASES: tuple[Phase, ...] = get_args(Phase)
 _ARITHMETIC: tuple[str, ...] = get_args(Arithmetic)
 _REDUCTIONS: tuple[str, ...] = get_args(Reduction)
 _BEYOND_TABLE = -1
@@ -112,7 +114,7 @@ class PlanBatch:
 
 
 class Plan:
-    """Runs a program. Owns its memory between steps; one step at a time."""
+    """Runs a program. Owns its memory between steps, that of the logits too; one step at a time."""
 
     def __init__(self, program: Program, kernels: NativeKernels, caches: Sequence[tuple[Tensor, Tensor]]) -> None:
         """caches: keys and values of every layer, which stay where they are."""
@@ -128,22 +130,22 @@ class Plan:
         self._instructions = (_Instruction * len(compiled))(*compiled)
         self._logits_begin = next(index for index, each in enumerate(program.instructions) if isinstance(each, Select))
         self._vocab_size = program.widths[self._logits_buffer]
-        self._arenas = {phase: torch.empty(0) for phase in _PHASES}
+        self._memory: dict[str, Tensor] = {}
         self._run = kernels.library.pellucid_run_plan
         self._run.restype = c_int32
 
     def run(self, batch: PlanBatch) -> Tensor:
-        """Compute the step -> logits [R, V] float32 of its sampled rows.
+        """Compute the step -> logits [R, V] float32 of its sampled rows, valid until the next step.
 
         ValueError where the batch does not fit the cache; see paged_attention.
         """
-        logits = torch.empty(len(batch.sampled_rows), self._vocab_size)
+        logits = self._logits("logits", len(batch.sampled_rows))
         self._call(batch, batch.sampled_rows, logits, 0, len(self._instructions))
         return logits
 
     def more_logits(self, batch: PlanBatch, rows: Tensor) -> Tensor:
-        """Logits [n, V] float32 of other rows [n] int64 of the batch that ran last."""
-        logits = torch.empty(len(rows), self._vocab_size)
+        """Logits [n, V] float32 of other rows [n] int64 of the batch that ran last, valid until more are asked for."""
+        logits = self._logits("more logits", len(rows))
         self._call(batch, rows, logits, self._logits_begin, len(self._instructions))
         return logits
 
@@ -157,7 +159,7 @@ class Plan:
         )
         call = _Batch(
             rows=tuple(rows[phase] for phase in _PHASES),
-            arena=tuple(self._arena(phase, rows[phase]) for phase in _PHASES),
+            arena=tuple(self._held(p, rows[p] * self._arena_widths[p]).data_ptr() for p in _PHASES),
             logits=logits.data_ptr(),
             tokens=address(batch.tokens),
             positions=address(batch.positions),
@@ -180,11 +182,21 @@ class Plan:
         if status:
             raise attention_error(status, (call.sequences, call.table_width), self._caches[0][0])
 
-    def _arena(self, phase: str, rows: int) -> int:
-        needed = rows * self._arena_widths[phase]  # type: ignore[index]
-        if self._arenas[phase].numel() < needed:
-            self._arenas[phase] = torch.empty(needed)
-        return self._arenas[phase].data_ptr()
+    def _logits(self, name: str, rows: int) -> Tensor:
+        size = rows * self._vocab_size
+        return self._held(name, size)[:size].view(rows, self._vocab_size)
+
+    def _held(self, name: str, size: int) -> Tensor:
+        """At least `size` float32 numbers: the same memory for the same name, until it is too small.
+
+        It comes straight from the system and goes back there whole. From the C library's heap it would not: holes that
+        are too small for the next larger step stay behind.
+        """
+        held = self._memory.get(name)
+        if held is None or len(held) < size:
+            self._memory.pop(name, None)  # before there is more
+            held = self._memory[name] = untouched_zeros((size,), torch.float32)
+        return held
 
     @property
     def _logits_buffer(self) -> int:
@@ -262,6 +274,7 @@ class Plan:
             head_dim=instruction.q.width // instruction.query_heads,
             blocks=blocks,
             block_size=block_size,
+            block_stride=keys.stride(0),
             rotary_dim=rotary.dim if rotary else 0,
             scale=options.scale,
             softcap=options.softcap or 0.0,

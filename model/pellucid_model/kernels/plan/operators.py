@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,13 +42,11 @@ from pellucid_model.kernels.plan.reductions import (
     vector_norm,
 )
 from pellucid_model.kernels.plan.rows import NotRecordable
-
-if TYPE_CHECKING:
-    from pellucid_model.kernels.plan.recording import Recorder
+from pellucid_model.kernels.plan.tape import Tape
 
 aten = torch.ops.aten
 Handler = Callable[..., None]
-"""Takes the recorder, the operator's result and its arguments."""
+"""Takes the tape, the operator's result and its arguments."""
 
 
 def handler_of(function: Any) -> Handler | None:
@@ -59,94 +57,94 @@ def handler_of(function: Any) -> Handler | None:
 
 
 def _arithmetic(kind: Arithmetic) -> Handler:
-    def handler(r: Recorder, out: Tensor, a: Any, b: Any, alpha: float = 1) -> None:
+    def handler(tape: Tape, out: Tensor, a: Any, b: Any, alpha: float = 1) -> None:
         if alpha != 1:
             raise NotRecordable("it adds with a factor (alpha)")
-        if r.is_row(a):
-            _combine(r, kind, out, a, b)
+        if tape.is_row(a):
+            _combine(tape, kind, out, a, b)
         elif kind in ("add", "multiply"):  # commutative to the last bit
-            _combine(r, kind, out, b, a)
+            _combine(tape, kind, out, b, a)
         else:
-            _combine_reversed(r, kind, out, a, b)
+            _combine_reversed(tape, kind, out, a, b)
 
     return handler
 
 
-def _combine_reversed(r: Recorder, kind: Arithmetic, out: Tensor, a: Any, b: Tensor) -> None:
+def _combine_reversed(tape: Tape, kind: Arithmetic, out: Tensor, a: Any, b: Tensor) -> None:
     """A constant less, or divided by, numbers of each row: a - b = -b + a, to the last bit; a / b = 1 / b · a."""
-    target = r.target(out)
-    turned = r.buffer(target.width)
+    target = tape.target(out)
+    turned = tape.buffer(target.width)
     if kind == "subtract":
-        r.add(Combine("multiply", r.operand_as(b, out), -1.0, turned))
+        tape.add(Combine("multiply", tape.operand_as(b, out), -1.0, turned))
     else:
-        r.add(Activate("reciprocal", r.operand_as(b, out), turned))
-    r.add(Combine("add" if kind == "subtract" else "multiply", turned, _second(r, a, out), target))
+        tape.add(Activate("reciprocal", tape.operand_as(b, out), turned))
+    tape.add(Combine("add" if kind == "subtract" else "multiply", turned, _second(tape, a, out), target))
 
 
-def _combine(r: Recorder, kind: Arithmetic, out: Tensor, a: Tensor, b: Any) -> None:
-    r.add(Combine(kind, r.operand_as(a, out), _second(r, b, out), r.target(out)))
+def _combine(tape: Tape, kind: Arithmetic, out: Tensor, a: Tensor, b: Any) -> None:
+    tape.add(Combine(kind, tape.operand_as(a, out), _second(tape, b, out), tape.target(out)))
 
 
-def _second(r: Recorder, b: Any, out: Tensor) -> Operand | Tensor | float:
+def _second(tape: Tape, b: Any, out: Tensor) -> Operand | Tensor | float:
     """A second operand as `Combine` takes it: numbers of each row, the same numbers for all rows, or one number."""
     if not isinstance(b, Tensor):
         return float(b)
-    if r.is_row(b):
-        return r.operand_as(b, out)
-    r.constant(b)
+    if tape.is_row(b):
+        return tape.operand_as(b, out)
+    tape.constant(b)
     if b.numel() == 1:
-        number: float = r.unseen(lambda: float(b))
+        number: float = tape.unseen(lambda: float(b))
         return number
 
     def spread() -> Tensor:
-        by_row = b.float().expand(out.shape).movedim(r.row_dimension(out), 0).reshape(r.rows, -1)
+        by_row = b.float().expand(out.shape).movedim(tape.row_dimension(out), 0).reshape(tape.rows, -1)
         if not torch.equal(by_row, by_row[:1].expand_as(by_row)):
             raise NotRecordable("it combines rows with a constant that differs by row")
         return by_row[0].clone()
 
-    if b.shape[max(0, b.dim() - out.dim() + r.row_dimension(out)) :][:1] == (r.rows,) and b.dim() == out.dim():
+    if b.shape[max(0, b.dim() - out.dim() + tape.row_dimension(out)) :][:1] == (tape.rows,) and b.dim() == out.dim():
         raise NotRecordable("it combines rows with a constant of as many rows")
-    constant: Tensor = r.unseen(spread)
+    constant: Tensor = tape.unseen(spread)
     return constant
 
 
-def _reversed_subtract(r: Recorder, out: Tensor, x: Tensor, other: Any, alpha: float = 1) -> None:
-    _arithmetic("subtract")(r, out, other, x, alpha)
+def _reversed_subtract(tape: Tape, out: Tensor, x: Tensor, other: Any, alpha: float = 1) -> None:
+    _arithmetic("subtract")(tape, out, other, x, alpha)
 
 
-def _negative(r: Recorder, out: Tensor, x: Tensor) -> None:
-    _combine(r, "multiply", out, x, -1.0)
+def _negative(tape: Tape, out: Tensor, x: Tensor) -> None:
+    _combine(tape, "multiply", out, x, -1.0)
 
 
-def _clamp(r: Recorder, out: Tensor, x: Tensor, least: Any = None, most: Any = None) -> None:
-    target = r.target(out)
-    source = r.operand_as(x, out)
+def _clamp(tape: Tape, out: Tensor, x: Tensor, least: Any = None, most: Any = None) -> None:
+    target = tape.target(out)
+    source = tape.operand_as(x, out)
     for kind, limit in (("maximum", least), ("minimum", most)):
         if limit is not None:
-            if r.is_row(limit):
+            if tape.is_row(limit):
                 raise NotRecordable("it limits numbers by others of the same row")
-            r.add(Combine(kind, source, _second(r, limit, out), target))  # type: ignore[arg-type]
+            tape.add(Combine(kind, source, _second(tape, limit, out), target))  # type: ignore[arg-type]
             source = target
 
 
-def _hard_tanh(r: Recorder, out: Tensor, x: Tensor, least: float = -1, most: float = 1) -> None:
-    _clamp(r, out, x, least, most)
+def _hard_tanh(tape: Tape, out: Tensor, x: Tensor, least: float = -1, most: float = 1) -> None:
+    _clamp(tape, out, x, least, most)
 
 
-def _power(r: Recorder, out: Tensor, x: Tensor, exponent: float) -> None:
-    source, target = r.operand(x), r.target(out)
+def _power(tape: Tape, out: Tensor, x: Tensor, exponent: float) -> None:
+    source, target = tape.operand(x), tape.target(out)
     match exponent:
         case 2 | 3:
-            square = r.buffer(source.width) if exponent == 3 else target
-            r.add(Combine("multiply", source, source, square))
+            square = tape.buffer(source.width) if exponent == 3 else target
+            tape.add(Combine("multiply", source, source, square))
             if exponent == 3:
-                r.add(Combine("multiply", square, source, target))
+                tape.add(Combine("multiply", square, source, target))
         case 0.5:
-            r.add(Activate("sqrt", source, target))
+            tape.add(Activate("sqrt", source, target))
         case -0.5:
-            _inverse_root(r, out, x)
+            _inverse_root(tape, out, x)
         case -1:
-            r.add(Activate("reciprocal", source, target))
+            tape.add(Activate("reciprocal", source, target))
         case _:
             raise NotRecordable(f"it raises to the power of {exponent}; recorded are 2, 3, 0.5, -0.5 and -1")
 
@@ -155,29 +153,29 @@ def _power(r: Recorder, out: Tensor, x: Tensor, exponent: float) -> None:
 
 
 def _function(kind: Function) -> Handler:
-    def handler(r: Recorder, out: Tensor, x: Tensor) -> None:
-        r.add(Activate(kind, r.operand(x), r.target(out)))
+    def handler(tape: Tape, out: Tensor, x: Tensor) -> None:
+        tape.add(Activate(kind, tape.operand(x), tape.target(out)))
 
     return handler
 
 
-def _gelu(r: Recorder, out: Tensor, x: Tensor, approximate: str = "none") -> None:
-    _function("gelu_tanh" if approximate == "tanh" else "gelu")(r, out, x)
+def _gelu(tape: Tape, out: Tensor, x: Tensor, approximate: str = "none") -> None:
+    _function("gelu_tanh" if approximate == "tanh" else "gelu")(tape, out, x)
 
 
-def _inverse_root(r: Recorder, out: Tensor, x: Tensor) -> None:
-    target = r.target(out)
-    root = r.buffer(target.width)
-    r.add(Activate("sqrt", r.operand(x), root))
-    r.add(Activate("reciprocal", root, target))
+def _inverse_root(tape: Tape, out: Tensor, x: Tensor) -> None:
+    target = tape.target(out)
+    root = tape.buffer(target.width)
+    tape.add(Activate("sqrt", tape.operand(x), root))
+    tape.add(Activate("reciprocal", root, target))
 
 
-def _glu(r: Recorder, out: Tensor, x: Tensor, dim: int = -1) -> None:
+def _glu(tape: Tape, out: Tensor, x: Tensor, dim: int = -1) -> None:
     """a · sigmoid(b) of two halves."""
-    first, second = r.unseen(lambda: x.chunk(2, dim))
-    gate = r.buffer(r.target(out).width)
-    r.add(Activate("sigmoid", r.operand(second), gate))
-    r.add(Combine("multiply", r.operand(first), gate, r.target(out)))
+    first, second = tape.unseen(lambda: x.chunk(2, dim))
+    gate = tape.buffer(tape.target(out).width)
+    tape.add(Activate("sigmoid", tape.operand(second), gate))
+    tape.add(Combine("multiply", tape.operand(first), gate, tape.target(out)))
 
 
 _KINDS: dict[Arithmetic, tuple[str, ...]] = {
@@ -201,8 +199,8 @@ _OTHERS: dict[str, Handler] = {
     **dict.fromkeys(("neg.default", "neg_.default"), _negative),
     **dict.fromkeys(("clamp.default", "clamp_.default", "clamp.Tensor", "clamp_.Tensor"), _clamp),
     **dict.fromkeys(("clamp_min.default", "clamp_min_.default"), _clamp),
-    "clamp_max.default": lambda r, out, x, most: _clamp(r, out, x, None, most),
-    "clamp_max_.default": lambda r, out, x, most: _clamp(r, out, x, None, most),
+    "clamp_max.default": lambda tape, out, x, most: _clamp(tape, out, x, None, most),
+    "clamp_max_.default": lambda tape, out, x, most: _clamp(tape, out, x, None, most),
     **dict.fromkeys(("hardtanh.default", "hardtanh_.default"), _hard_tanh),
     **dict.fromkeys(("pow.Tensor_Scalar", "pow_.Scalar"), _power),
     **dict.fromkeys(("gelu.default", "gelu_.default"), _gelu),

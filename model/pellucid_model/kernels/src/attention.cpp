@@ -13,7 +13,7 @@
 namespace pellucid {
 namespace {
 
-constexpr int kTokenRows = 48;     // (token, query head) pairs that share one reading of a key block, about
+constexpr int kTokenRows = 96;     // (token, query head) pairs that share one reading of a key block, about
 constexpr int kUnitsPerThread = 4;  // at least, where there is that much work; so that threads end together
 
 // Key blocks of all rows that a range touches; widened row by row.

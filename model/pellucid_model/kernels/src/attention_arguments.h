@@ -32,7 +32,8 @@ struct Arguments {
     const float* distance_bias;           // [Hq, bias_width] or null
     int64_t q_stride, k_stride, v_stride;  // from one row to the next, in numbers
     int64_t rows, query_heads, kv_heads, head_dim;
-    int64_t blocks, block_size, sequences, table_width;
+    int64_t blocks, block_size, block_stride;  // block_stride: from one block to the next, in numbers
+    int64_t sequences, table_width;
     int64_t rotary_positions, rotary_dim, bias_width;
     float scale, softcap;  // softcap 0: none
     int32_t interleaved, cache_format, threads;

@@ -54,7 +54,7 @@ struct HeadLayout {
 
     // Where head `kv_head` of `block` begins.
     int64_t head(const Arguments& a, int64_t block, int64_t kv_head) const {
-        return (block * a.kv_heads + kv_head) * a.block_size * stride;
+        return block * a.block_stride + kv_head * a.block_size * stride;
     }
 };
 

@@ -32,10 +32,13 @@ struct ActivationGroup {
 // results will be; numbers below 2^-100 count as 0.
 template <int Size, class Correction>
 PELLUCID_INLINE int32_t quantize_group(const float* x, int64_t count, ActivationGroup<Size, Correction>& group) {
-    float padded[Size] = {};
-    std::memcpy(padded, x, count * sizeof *x);
+    float padded[Size];
+    if (count < Size) {
+        std::fill(std::copy_n(x, count, padded), padded + Size, 0.0f);
+        x = padded;
+    }
     uint32_t largest = 0;  // as integers, absolute values are in the same order, and NaN is above all
-    for (int i = 0; i < Size; ++i) largest = std::max(largest, std::bit_cast<uint32_t>(padded[i]) & 0x7fffffff);
+    for (int i = 0; i < Size; ++i) largest = std::max(largest, std::bit_cast<uint32_t>(x[i]) & 0x7fffffff);
     const float bound = std::bit_cast<float>(largest);
     const bool finite = largest < 0x7f800000;
     const bool any = finite && bound >= 0x1p-100f;
@@ -44,7 +47,7 @@ PELLUCID_INLINE int32_t quantize_group(const float* x, int64_t count, Activation
     int8_t rounded[Size];
     int32_t sum = 0;
     for (int i = 0; i < Size; ++i) {
-        const float value = any ? padded[i] * inverse : 0.0f;
+        const float value = any ? x[i] * inverse : 0.0f;
         const auto whole = static_cast<int32_t>((value + 0x1.8p23f) - 0x1.8p23f);
         rounded[i] = static_cast<int8_t>(whole);
         sum += whole;

@@ -1,0 +1,49 @@
+"""How long tokens gather before a stream's next message, by how many streams there are.
+
+A message costs its server and its reader many times what a token does, and tokens that come faster than anybody could
+see can share one. So messages of a stream keep a gap, which grows with the streams until it is as long as a frame of a
+display. In come streams, as they begin and end, and steps; out goes when a message may begin.
+"""
+
+from __future__ import annotations
+
+from pellucid_server.engine.messages import REPORT_GAP
+
+SHORTEST_GAP = REPORT_GAP
+LONGEST_GAP = 0.016
+"""Seconds from one message of a stream to the next."""
+MESSAGES_PER_SECOND = 2000
+"""Of all streams together, between the shortest gap and the longest."""
+
+
+class Pace:
+    """Of all streams of one server that leave it to the server. Times are seconds of the monotonic clock."""
+
+    def __init__(self) -> None:
+        self.streams = 0
+        """Those whose first message is out and whose end is not known yet."""
+        self.due = 0.0
+        """Gaps that end before this moment end with the last step: it is nearer to their end than the next one is."""
+        self._stepped_at = 0.0
+        self._interval = 0.0
+        """Between the last two steps."""
+
+    @property
+    def gap(self) -> float:
+        """Seconds."""
+        return min(LONGEST_GAP, max(SHORTEST_GAP, self.streams / MESSAGES_PER_SECOND))
+
+    def gap_end(self, now: float) -> float:
+        """Up to when tokens gather behind a message that begins now.
+
+        It is the same moment for all streams, whenever their last messages began: writing to many at a time is cheaper,
+        and so is reading.
+        """
+        gap = self.gap
+        return (now // gap + 1) * gap
+
+    def step(self, at: float) -> None:
+        """A step's tokens are about to come. One that took longer does not mean that the next one will."""
+        before, self._interval = self._interval, at - self._stepped_at
+        self._stepped_at = at
+        self.due = at + max(REPORT_GAP, min(before, self._interval)) / 2

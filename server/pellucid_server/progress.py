@@ -1,0 +1,92 @@
+"""What a step brings to one sequence of a live request: its token's way into the outbox, and how it ends by that.
+
+In come the engine's Progress and the request; out go text and tokens to the outbox, and an Ending where the sequence
+is to end, or with an error the whole request. `requests` then ends it.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from pellucid_server import errors
+from pellucid_server.accounts import Accounts, reason_of
+from pellucid_server.delivery import Outbox
+from pellucid_server.ends import End
+from pellucid_server.engine.messages import Finished, Progress
+from pellucid_server.live_request import LiveRequest, LiveSequence
+
+
+@dataclass(frozen=True)
+class Ending:
+    """A sequence is to end."""
+
+    end: End
+    engine_knows: bool
+    """Whether the engine has ended it, and knows no more of it."""
+
+
+def advance(
+    request: LiveRequest, sequence: LiveSequence, progress: Progress, at: float, accounts: Accounts
+) -> Ending | None:
+    """Take in one step's progress, of step time `at`; None: the sequence goes on."""
+    sequence.preemptions = sequence.preemptions_before + progress.preemptions
+    _note_prompt(request, progress, accounts)
+    finished = progress.finished
+    if progress.token is not None:
+        accounts.token(request, sequence, at)
+        sequence.add(progress.token, at)
+        request.deaths = 0
+        # The token that ends a sequence as an end or stop token has no text of its own.
+        is_end_token = finished is not None and finished.kind in ("eos", "stop_token")
+        matched = _add_token(request.outbox, sequence, progress, with_text=not is_end_token)
+        if matched is not None:
+            return Ending(End("stop_string", at, matched_stop_string=matched), engine_knows=finished is not None)
+    if finished is not None:
+        accounts.engine_finished(finished.kind)
+        return Ending(_end_of(request, finished, at), engine_knows=True)
+    error = _undeliverable(request.outbox)
+    return None if error is None else Ending(End(reason_of(error), time.monotonic(), error), engine_knows=False)
+
+
+def _note_prompt(request: LiveRequest, progress: Progress, accounts: Accounts) -> None:
+    """What is known of the prompt once it has run: told once, by whichever sequence and engine ran it first."""
+    if request.first_scheduled_at is None and progress.first_scheduled_at is not None:
+        request.first_scheduled_at = progress.first_scheduled_at
+        request.cached_tokens = progress.cached_tokens
+        accounts.scheduled(request, progress.first_scheduled_at)
+    if progress.prompt_logprobs and not request.prompt_logprobs:
+        request.prompt_logprobs = progress.prompt_logprobs
+        request.outbox.release()
+
+
+def _add_token(outbox: Outbox, sequence: LiveSequence, progress: Progress, *, with_text: bool) -> str | None:
+    """The token's way into the outbox; returns the stop string it completed."""
+    text, matched = "", None
+    if sequence.text is not None and with_text and progress.token is not None:
+        delta = sequence.text.push(progress.token)
+        text, matched = delta.text, delta.matched_stop
+    outbox.add(progress.token, text, index=sequence.index, logprob=progress.logprob)
+    return matched
+
+
+def _end_of(request: LiveRequest, finished: Finished, at: float) -> End:
+    """The engine has ended a sequence."""
+    if finished.kind == "non_finite":
+        message = f"the model's logits are not finite; request {request.request_id!r} cannot go on"
+        return End("non_finite_logits", at, errors.NonFiniteLogits(message))
+    if finished.kind == "deadline":
+        return End("deadline", at, errors.DeadlineExceeded("the deadline passed before the request was done"))
+    return End(finished.kind, at, matched_token_id=finished.matched_token_id)
+
+
+def _undeliverable(outbox: Outbox) -> errors.ServeError | None:
+    """Why the output cannot be handed over any more; None: it can. A write that hangs is cancelled."""
+    if outbox.is_stalled(time.monotonic()):
+        outbox.interrupt()
+        return errors.SlowConsumer("the stream was not read for too long while output piled up")
+    if outbox.is_overfull:
+        return errors.RequestTooLarge(
+            "the output does not fit into one message; ask for less, or for incremental delivery"
+        )
+    return None
