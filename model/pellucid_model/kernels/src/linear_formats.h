@@ -32,7 +32,7 @@ struct Ahead {
     // To be called for each vector of weights that is read, with its distance from the tile's first one, in bytes.
     template <int Vectors>
     PELLUCID_INLINE void fetch(int64_t distance) const {
-        if (Vectors <= 2) prefetch_to_l2(weights + (distance >> shift));
+        if (Vectors <= 2) prefetch(weights + (distance >> shift));
     }
 };
 
