@@ -171,8 +171,8 @@ class Outbox:
 
     @property
     def is_eager(self) -> bool:
-        """Whether the caller has said after how many tokens a message is to go."""
-        return not (self._rules.paced or self._rules.final_only)
+        """Whether the caller has asked for each token as it comes."""
+        return self._rules.min_tokens == 1 and not (self._rules.paced or self._rules.final_only)
 
     @property
     def has_more(self) -> bool:

@@ -37,10 +37,11 @@ class Pace:
         """Up to when tokens gather behind a message that begins now.
 
         It is the same moment for all streams, whenever their last messages began: writing to many at a time is cheaper,
-        and so is reading.
+        and so is reading. A message that went a little before that moment, with the step that was nearest, counts as
+        sent at it: else the next step, behind it, would bring another one.
         """
         gap = self.gap
-        return (now // gap + 1) * gap
+        return (max(now, self.due) // gap + 1) * gap
 
     def step(self, at: float) -> None:
         """A step's tokens are about to come. One that took longer does not mean that the next one will."""

@@ -168,10 +168,10 @@ async def test_streams_count_from_their_first_message_to_their_end() -> None:
     assert pace.streams == 0
 
 
-def test_callers_who_say_how_many_tokens_a_message_needs_are_eager() -> None:
-    eager = [Outbox(rules).is_eager for rules in (DeliveryRules(), DeliveryRules(min_tokens=8))]
-    patient = [Outbox(rules).is_eager for rules in (DeliveryRules(paced=True), DeliveryRules(final_only=True))]
-    assert (eager, patient) == ([True, True], [False, False])
+def test_callers_who_want_each_token_as_it_comes_are_eager() -> None:
+    patient = (DeliveryRules(min_tokens=8), DeliveryRules(paced=True), DeliveryRules(final_only=True))
+    assert Outbox(DeliveryRules()).is_eager
+    assert not any(Outbox(rules).is_eager for rules in patient)
 
 
 async def test_ends_and_full_messages_wait_for_no_gap() -> None:

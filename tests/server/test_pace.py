@@ -36,3 +36,20 @@ def test_a_gap_ends_with_the_step_that_is_nearest_to_its_end() -> None:
     # Steps that are told together are no reason to expect the next ones at once.
     pace.step(1.22)
     assert pace.due == pytest.approx(1.22 + SHORTEST_GAP / 2)
+
+
+@given(step=st.floats(0.0005, 0.02), lag=st.floats(0, 0.0005))
+def test_one_message_goes_in_each_gap_however_long_steps_take(step: float, lag: float) -> None:
+    """One that goes a little before the common moment, with the nearest step, is not followed by another."""
+    pace = Pace()
+    pace.streams = 16
+    began = at = 100.0
+    gap_end, messages = 0.0, 0
+    while at < began + 1:
+        at += step
+        pace.step(at)
+        if pace.due >= gap_end:
+            messages += 1
+            gap_end = pace.gap_end(at + lag)
+    expected = 1 / max(pace.gap, step)
+    assert expected - 2 <= messages <= expected + 2
