@@ -29,6 +29,7 @@ SETUPS = {
     "bias by distance, a few columns": Setup(bias_width=5),
     "bias by distance, more columns than keys": Setup(bias_width=200, query_heads=3, kv_heads=1, softcap=2.0),
     "bias by distance, one column": Setup(bias_width=1, dtype=BF16),
+    "bias by distance that hides whole key blocks": Setup(lengths=(300,), bias_width=41, bias_hides=40),
     "rolling, bias by distance": Setup(window=20, sinks=4, rolling=True, bias_width=11),
     "softcap, alibi and window": Setup(softcap=2.0, alibi=True, window=17),
     "window of 1": Setup(window=1),

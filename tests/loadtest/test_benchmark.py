@@ -34,7 +34,7 @@ from pellucid_client import Client
 from pellucid_model.checkpoint import load_checkpoint
 from pellucid_model.kernels import WeightFormat, accelerate, select_kernels, weight_bytes
 from pellucid_model.kernels.cache_layout import INT8
-from pellucid_server.engine.cache import bytes_per_token, learn_shapes
+from pellucid_server.engine.cache import bytes_per_block, learn_shapes
 
 SMALL = TINY | {"max_position_embeddings": 2048, "num_hidden_layers": 2, "vocab_size": 2000, "num_key_value_heads": 2}
 SINGLE = SCENARIOS[0]
@@ -65,7 +65,8 @@ def test_costs_are_those_of_the_model_that_is_served(tmp_path: Path, name: str, 
     accelerate(checkpoint.model, select_kernels(torch.device("cpu")), cast("WeightFormat", precision.weights))
     assert costs.weight_bytes == pytest.approx(weight_bytes(checkpoint.model.float()), rel=0.05)
     shapes = learn_shapes(checkpoint.model, torch.device("cpu"))
-    assert costs.kv_token_bytes == bytes_per_token(shapes, INT8 if precision.cache == "int8" else torch.bfloat16)
+    kv_dtype = INT8 if precision.cache == "int8" else torch.bfloat16
+    assert 128 * costs.kv_token_bytes == bytes_per_block(shapes, 128, kv_dtype)
     weights = 2 * (128 * (128 + 32 + 32 + 128) + 3 * 128 * 512)
     assert costs.body_operations == 2 * weights
     assert costs.head_operations == 2 * 128 * 2000

@@ -10,19 +10,20 @@ import torch
 from pellucid_model.kernels import NativeKernels
 from pellucid_model.kernels.cache_layout import INT8
 from pellucid_model.kernels.library import supported_variants
-from pellucid_server.engine.cache import KVCache, LayerShape
+from pellucid_server.engine.cache import KVCache, LayerShape, bytes_per_block
 
 CPU = torch.device("cpu")
 SHAPES = [LayerShape(3, 64, None), LayerShape(1, 20, 8), LayerShape(3, 64, None, kv_from=0), LayerShape(2, 64, None)]
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
+@pytest.mark.parametrize("block_size", [1, 2, 16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, INT8])
-def test_layers_lie_side_by_side_and_apart(dtype: torch.dtype) -> None:
-    cache = KVCache(SHAPES, 5, 16, dtype, CPU)
+def test_layers_lie_side_by_side_and_apart(dtype: torch.dtype, block_size: int) -> None:
+    cache = KVCache(SHAPES, 5, block_size, dtype, CPU)
     stores = [each for layer in (0, 1, 3) for each in cache.layers[layer]]
     assert cache.layers[2] == cache.layers[0]
-    assert len({each.stride(0) * each.itemsize for each in stores}) == 1
+    assert {each.stride(0) * each.itemsize for each in stores} == {bytes_per_block(SHAPES, block_size, dtype)}
     for place, store in enumerate(stores):
         assert store.data_ptr() % 64 == 0
         assert store[0].is_contiguous()

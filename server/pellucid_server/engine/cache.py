@@ -60,7 +60,7 @@ def _side_by_side(
     Zeros are handed out by the system when they are touched: an empty cache takes no memory.
     """
     lengths = [math.prod(size) * dtype.itemsize for size in sizes]
-    begins = list(itertools.accumulate((-(-length // _LINE) * _LINE for length in lengths), initial=0))
+    begins = list(itertools.accumulate((_whole_lines(length) for length in lengths), initial=0))
     memory = untouched_zeros((blocks, begins[-1]), torch.uint8)
     tensors = [
         memory[:, begin : begin + length].view(dtype).unflatten(1, size)
@@ -69,10 +69,15 @@ def _side_by_side(
     return [memory], tensors
 
 
-def bytes_per_token(shapes: list[LayerShape], dtype: torch.dtype) -> int:
-    """Cache bytes of one token over all layers."""
+def _whole_lines(length: int) -> int:
+    return -(-length // _LINE) * _LINE
+
+
+def bytes_per_block(shapes: list[LayerShape], block_size: int, dtype: torch.dtype) -> int:
+    """Cache bytes of one block over all layers, each of whose tensors takes whole cache lines."""
     kept = (shape for shape in shapes if shape.kv_from is None)
-    return sum(2 * shape.kv_heads * stored_width(shape.head_dim, dtype) * dtype.itemsize for shape in kept)
+    lengths = (shape.kv_heads * block_size * stored_width(shape.head_dim, dtype) * dtype.itemsize for shape in kept)
+    return sum(2 * _whole_lines(length) for length in lengths)
 
 
 def native_window(shapes: list[LayerShape]) -> int:

@@ -23,7 +23,7 @@ from pellucid_model.weight_files import find_weight_files
 from pellucid_server.engine.cache import (
     KVCache,
     LayerShape,
-    bytes_per_token,
+    bytes_per_block,
     default_block_size,
     learn_shapes,
     native_window,
@@ -121,7 +121,7 @@ def load(configure: Configure) -> Loaded:
         native_window=native_window(shapes),
         kv_block_size=block_size,
         kv_block_count=blocks,
-        kv_bytes=blocks * block_size * bytes_per_token(shapes, kv_dtype),
+        kv_bytes=blocks * bytes_per_block(shapes, block_size, kv_dtype),
         weight_bytes=weight_bytes(servable.module),
         device=str(device) if device.type == "cpu" else torch.cuda.get_device_name(device),
         dtype=describe_dtypes(dtype, format, kv_dtype),
@@ -241,7 +241,7 @@ def choose_block_count(
     device: torch.device,
 ) -> int:
     """As many blocks as --kv-cache-memory buys; unset: what max_running full contexts take, within the free memory."""
-    block_bytes = block_size * bytes_per_token(shapes, dtype)
+    block_bytes = bytes_per_block(shapes, block_size, dtype)
     on_gpu = device.type == "cuda"
     free = torch.cuda.mem_get_info(device)[0] if on_gpu else available_memory()
     share = GPU_CACHE_SHARE if on_gpu else CACHE_SHARE

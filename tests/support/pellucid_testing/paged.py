@@ -28,6 +28,8 @@ class Setup:
     alibi: bool = False
     bias_width: int = 0
     """Columns of a table of biases by distance; 0: none."""
+    bias_hides: int = 0
+    """The distance from which on that bias is -infinity; 0: nowhere."""
     window: int = 0
     sinks: int = 0
     rolling: bool = False
@@ -63,6 +65,8 @@ class PagedSequences:
         slopes = torch.tensor([2.0 ** -(8 * (h + 1) / setup.query_heads) for h in range(setup.query_heads)])
         self.alibi_slopes = slopes if setup.alibi else None
         table = torch.randn(setup.query_heads, setup.bias_width, generator=random)
+        if setup.bias_hides:
+            table[:, setup.bias_hides :] = -torch.inf
         self.distance_bias = table if setup.bias_width else None
         self.angles: tuple[Tensor, Tensor] | None = None
         if setup.rotary_dim:

@@ -13,7 +13,7 @@
 #pragma once
 
 #include <atomic>
-#include <climits>
+#include <limits>
 #include <vector>
 
 #include "attention_int8.h"
@@ -191,7 +191,8 @@ private:
             largest = max(largest, s);
         }
         partial.largest[r] = horizontal_max(largest);
-        const F16 reference = broadcast(partial.largest[r]);
+        // Finite, so that keys that a bias of -infinity hides weigh nothing, where it hides all of them too.
+        const F16 reference = broadcast(std::max(partial.largest[r], std::numeric_limits<float>::lowest()));
         F16 sum = broadcast(0.0f);
         for (int at = seen.begin / 16 * 16; at < seen.end; at += 16) {
             const F16 e = exp(load(scores + at) - reference);

@@ -14,6 +14,7 @@
 #include <atomic>
 #include <chrono>
 #include <mutex>
+#include <system_error>
 #include <thread>
 
 namespace pellucid {
@@ -40,7 +41,7 @@ public:
     void run(int threads, int64_t units, Call call, void* context) {
         const std::lock_guard<std::mutex> one_job_at_a_time(mutex_);
         threads = std::min(threads, kMostThreads);
-        for (; helpers_ < threads - 1; ++helpers_) std::thread([this, worker = helpers_ + 1] { help(worker); }).detach();
+        hire(threads - 1);
         publish(threads, units, call, context);
         drain(generation_, 0);
         for (int spins = 0; done_.load(std::memory_order_acquire) < units; ++spins)
@@ -48,6 +49,15 @@ public:
     }
 
 private:
+    // As many helpers as the system grants: whoever is there takes the others' shares too.
+    void hire(int helpers) {
+        try {
+            for (; helpers_ < helpers; ++helpers_)
+                std::thread([this, worker = helpers_ + 1] { help(worker); }).detach();
+        } catch (const std::system_error&) {
+        }
+    }
+
     void publish(int threads, int64_t units, Call call, void* context) {
         ++generation_;
         for (int worker = 0; worker < threads; ++worker)

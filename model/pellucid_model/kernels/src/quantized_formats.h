@@ -168,7 +168,7 @@ struct Int4Format {
 #pragma GCC unroll 4
             for (int v = 0; v < Vectors; ++v) {
                 const half* scales = vector_of<half>(panel, panel_bytes, v, v % 2 * 16);
-                ahead.fetch<Vectors>(reinterpret_cast<const std::byte*>(scales) - first);
+                ahead.fetch<Vectors>(panel - first + 64 * v);
                 const F16 scale = load(scales), minimum = load(scales + kPanel);
 #pragma GCC unroll 16
                 for (int r = 0; r < Rows; ++r) {

@@ -8,8 +8,7 @@
 namespace pellucid {
 namespace {
 
-// Calls body(offset, count) for each 16 numbers of a row; the last count may be smaller. Stores are thereby masked on
-// AVX-512, which Zen 5 likes better than whole ones where rows lie a multiple of 4 KiB apart.
+// Calls body(offset, count) for each 16 numbers of a row; the last count may be smaller.
 template <class Body>
 PELLUCID_INLINE void for_each_vector(int64_t size, const Body& body) {
     int64_t i = 0;

@@ -380,7 +380,6 @@ PELLUCID_INLINE F16 tanh(F16 x) {
     return select_less(size, broadcast(0.625f), near, select_less(x, zero, zero - far, far));
 }
 
-
 PELLUCID_INLINE F16 keep_first(F16 x, int count) { return keep_lanes(x, 0, count, broadcast(0.0f)); }
 
 // In place of a count: all 16.
@@ -388,13 +387,7 @@ struct Whole {};
 PELLUCID_INLINE F16 keep_first(F16 x, Whole) { return x; }
 template <class T>
 PELLUCID_INLINE F16 load(const T* p, Whole) { return load(p); }
-PELLUCID_INLINE void store(float* p, F16 x, Whole) {
-#ifdef MASKED_STORES
-    int n = 16; asm("" : "+r"(n)); store(p, x, n);
-#else
-    store(p, x);
-#endif
-}
+PELLUCID_INLINE void store(float* p, F16 x, Whole) { store(p, x); }
 
 }  // namespace
 }  // namespace pellucid
