@@ -13,7 +13,7 @@ import msgspec
 
 from pellucid_server.kv.window import FULL, ContextWindow
 
-REPORT_GAP = 0.002
+REPORT_GAP = 0.010
 """Seconds for which steps that decode and bring no end may be told together."""
 
 FinishKind = Literal[
