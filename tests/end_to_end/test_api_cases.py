@@ -302,7 +302,11 @@ def test_everything_at_once_goes_on_over_a_killed_engine(server: ServerProcess, 
     fields: dict[str, Any] = {
         "sampling": {"seed": 9, "sequence_count": 3, "frequency_penalty": 0.5, "repetition_penalty": 1.1},
         "stopping": {"max_new_tokens": 280},
-        "output": {"output_logprobs": {"top_count": 2}, "prompt_logprobs": {"top_count": 1}},
+        "output": {
+            "output_logprobs": {"top_count": 2},
+            "prompt_logprobs": {"top_count": 1},
+            "min_tokens_per_message": 1,  # so that 20 messages are far from the end
+        },
         "constraint": {"regex": "[a-z ,.!?]{280}"},
         "cache": {"salt": "recovery"},
     }
