@@ -6,8 +6,6 @@
 //   multiply                the sums of Rows rows by Vectors * 16 columns, the same bits whatever Rows and Vectors are
 //   kRows, kWideRows        the most rows of a tile that is one panel wide, and of one that is two panels wide
 // Formats: linear_formats.h, quantized_formats.h. What a tile's sums go through on their way out: linear_finish.h.
-#include <vector>
-
 #include "linear_finish.h"
 #include "parallel.h"
 #include "quantized_formats.h"
@@ -55,6 +53,7 @@ public:
         int64_t outputs = 0;
         for (int64_t i = 0; i < a_.layer_count; ++i) outputs += a_.layers[i].outputs * matrices(a_.layers[i]);
         threads_ = useful_threads(a_.threads, a_.rows * a_.inputs * outputs);
+        for (int64_t i = 0; i < a_.layer_count; ++i) runs_each_ += runs_of(a_.layers[i]);
     }
 
     void run() {
@@ -98,14 +97,12 @@ private:
     // tiles: the panels stay in the nearest cache, the part's rows in the next one.
     void multiply() const {
         const EvenParts parts = row_parts();
-        static thread_local std::vector<Run> runs;
-        cut(runs);
-        const auto run_count = static_cast<int64_t>(runs.size()), units = run_count * parts.count;
-        for_each_unit(threads_, units, [&, all = runs.data()](int64_t unit, int worker) {
-            const Run& run = all[unit % run_count];
+        const int64_t run_count = runs_each_ * threads_, units = run_count * parts.count;
+        for_each_unit(threads_, units, [&](int64_t unit, int worker) {
+            const Run run = run_at(unit % run_count);
             const int64_t row = parts.begin(unit / run_count), rows = parts.size(unit / run_count);
             const bool last = unit + 1 == first_unit(worker + 1, units, threads_);
-            const Weights then = last ? next_operator(worker) : first_read(all[(unit + 1) % run_count]);
+            const Weights then = last ? next_operator(worker) : first_read(run_at((unit + 1) % run_count));
             const EvenParts tiles(rows, Format::kRows);
             for (Run visit = first_visit(run); visit.first < run.last; visit = next_visit(run, visit)) {
                 const Run next = next_visit(run, visit);
@@ -126,19 +123,23 @@ private:
         return EvenParts(a_.rows, divide_up(a_.rows, parts_each * threads_));
     }
 
+    // How many runs of a layer each worker has.
+    int64_t runs_of(const LinearLayer& layer) const {
+        const int64_t each = divide_up(divide_up(layer.outputs, kPanel), threads_);
+        const int64_t most = std::max<int64_t>(kRunBytes / (panel_bytes_ * matrices(layer)), 1);
+        return std::max<int64_t>(divide_up(each, most), std::min<int64_t>(each, 2));
+    }
+
     // Runs of all layers, in the order in which workers take them: for each the same number, its share of every layer.
-    void cut(std::vector<Run>& runs) const {
-        runs.clear();
-        for (int worker = 0; worker < threads_; ++worker)
-            for (const LinearLayer* layer = a_.layers; layer < a_.layers + a_.layer_count; ++layer) {
-                const int64_t panels = divide_up(layer->outputs, kPanel), each = divide_up(panels, threads_);
-                const int64_t most = std::max<int64_t>(kRunBytes / (panel_bytes_ * matrices(*layer)), 1);
-                const int64_t count = std::max<int64_t>(divide_up(each, most), std::min<int64_t>(each, 2));
-                const int64_t first = panels * worker / threads_;
-                const int64_t share = panels * (worker + 1) / threads_ - first;
-                for (int64_t i = 0; i < count; ++i)
-                    runs.push_back({layer, first + share * i / count, first + share * (i + 1) / count});
-            }
+    Run run_at(int64_t index) const {
+        const int64_t worker = index / runs_each_;
+        int64_t i = index % runs_each_;
+        const LinearLayer* layer = a_.layers;
+        for (; i >= runs_of(*layer); ++layer) i -= runs_of(*layer);
+        const int64_t panels = divide_up(layer->outputs, kPanel), count = runs_of(*layer);
+        const int64_t first = panels * worker / threads_;
+        const int64_t share = panels * (worker + 1) / threads_ - first;
+        return {layer, first + share * i / count, first + share * (i + 1) / count};
     }
 
     Run first_visit(const Run& run) const { return next_visit(run, {run.layer, run.first, run.first}); }
@@ -163,11 +164,9 @@ private:
         if (!a_.next || a_.next->format != a_.format || a_.next->rows == 0) return {};
         const Linear next(*a_.next);
         if (worker >= next.threads_) return {};
-        static thread_local std::vector<Run> runs;
-        next.cut(runs);
-        const auto run_count = static_cast<int64_t>(runs.size());
+        const int64_t run_count = next.runs_each_ * next.threads_;
         const int64_t unit = first_unit(worker, run_count * next.row_parts().count, next.threads_);
-        return next.first_read(runs[unit % run_count]);
+        return next.first_read(next.run_at(unit % run_count));
     }
 
     // A visit of rows [row, row + count). Few rows take two panels at once, to keep the multipliers busy.
@@ -221,6 +220,7 @@ private:
     const LinearArguments& a_;
     const int64_t stride_, panel_bytes_;
     int threads_;
+    int64_t runs_each_ = 0;  // of a worker
     const Left* left_ = nullptr;
 };
 
