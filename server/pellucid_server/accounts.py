@@ -26,14 +26,16 @@ class Accounts:
         if request.plan is not None:
             self._metrics.prompt_tokens.inc(request.plan.prompt_token_count)
 
-    def token(self, request: LiveRequest, sequence: LiveSequence, at: float) -> None:
-        """A token has come."""
-        self._metrics.generated_token_count += 1
-        if sequence.last_token_at is not None:
-            if at > sequence.last_token_at:  # else one step brought both
-                self._metrics.inter_token.observe(at - sequence.last_token_at)
-        elif request.first_token_at is None:
-            self._metrics.time_to_first_token.observe(at - request.admitted_at)
+    def tokens(self, request: LiveRequest, sequence: LiveSequence, times: Sequence[float]) -> None:
+        """Tokens have come, sampled at these moments."""
+        self._metrics.generated_token_count += len(times)
+        last = sequence.last_token_at
+        if last is None and request.first_token_at is None:
+            self._metrics.time_to_first_token.observe(times[0] - request.admitted_at)
+        for at in times:
+            if last is not None and at > last:  # else one step brought both
+                self._metrics.inter_token.observe(at - last)
+            last = at
 
     def engine_finished(self, kind: FinishKind) -> None:
         """The engine has ended a sequence."""

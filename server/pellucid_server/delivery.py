@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pellucid_server.ends import End
@@ -105,16 +106,17 @@ class Outbox:
         self._write_began: float | None = None
         self._writer: asyncio.Task[object] | None = None
 
-    def add(self, token_id: int | None, text: str, *, index: int = 0, logprob: TokenLogprob | None = None) -> None:
-        """A step's outcome for a sequence: at most one token, and the text it completed."""
+    def add(
+        self, token_ids: Sequence[int], text: str, *, index: int = 0, logprobs: Sequence[TokenLogprob] = ()
+    ) -> None:
+        """What came of a sequence: tokens, perhaps none, and the text they completed."""
         pending = self._pending
         output = pending.output(index)
-        if token_id is not None:
-            pending.token_count += 1
-            if self._rules.with_token_ids:
-                output.token_ids.append(token_id)
-                pending.byte_count += TOKEN_BYTES
-        if logprob is not None:
+        pending.token_count += len(token_ids)
+        if self._rules.with_token_ids:
+            output.token_ids += token_ids
+            pending.byte_count += TOKEN_BYTES * len(token_ids)
+        for logprob in logprobs:
             output.logprobs.append(logprob)
             pending.byte_count += LOGPROB_BYTES * (1 + len(logprob.alternatives))
         if text and self._rules.with_text:

@@ -144,7 +144,7 @@ class EngineLink:
 
     def _hear(self, message: FromEngine, watchdog: Watchdog) -> None:
         if isinstance(message, StepDone):
-            watchdog.hear(message.stats.step_seconds)
+            watchdog.hear(max(message.step_seconds))
             if message.progress:
                 self._backoff = MIN_BACKOFF
             self._events.engine_step(message)

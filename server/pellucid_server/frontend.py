@@ -140,7 +140,7 @@ class Frontend:
 
     def engine_step(self, step: StepDone) -> None:
         self._table.engine_step(step)
-        self._metrics.engine.step(step.stats, time.time())
+        self._metrics.engine.step(step, time.time())
 
     def engine_down(self) -> None:
         self._readiness.engine_down()

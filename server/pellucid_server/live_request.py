@@ -67,12 +67,12 @@ class LiveSequence:
     """Those under engines that are gone."""
     end: End | None = None
 
-    def add(self, token: int, at: float) -> None:
-        """A token of step time `at`."""
-        self.generated.append(token)
-        self.last_token_at = at
+    def add(self, tokens: Sequence[int], times: Sequence[float]) -> None:
+        """Tokens, sampled at these moments."""
+        self.generated += tokens
+        self.last_token_at = times[-1]
         if self.first_token_at is None:
-            self.first_token_at = at
+            self.first_token_at = times[0]
 
 
 @dataclass(eq=False)

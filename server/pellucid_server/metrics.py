@@ -17,7 +17,7 @@ from typing import NamedTuple
 from prometheus_client import CollectorRegistry, Counter, Gauge, disable_created_metrics
 from prometheus_client.process_collector import ProcessCollector
 
-from pellucid_server.engine.messages import Ready, Stats
+from pellucid_server.engine.messages import Ready, Stats, StepDone
 from pellucid_server.tallies import Histogram, ReadCounter, Tally
 
 TTFT_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
@@ -251,17 +251,19 @@ class EngineMetrics:
         self._capacity = capacity
         self._seen = _Seen(None, self._seen.totals())
 
-    def step(self, stats: Stats, wall_time: float) -> None:
+    def step(self, step: StepDone, wall_time: float) -> None:
         """One snapshot. `wall_time` is the Unix time at which it came in."""
+        stats = step.stats
         self._seen = _Seen(stats, self._seen.before)
         self._heard_at = wall_time
         if stats.gpu_reserved_bytes:
             self._gpu_memory["allocated"].labels(self._device).set(stats.gpu_allocated_bytes)
             self._gpu_memory["reserved"].labels(self._device).set(stats.gpu_reserved_bytes)
         if stats.step_phase != "idle":
-            self._phases[stats.step_phase].observe(stats.step_seconds)
-            self._batch_size.observe(stats.step_sequences)
-            self._step_tokens.observe(stats.step_tokens)
+            for seconds in step.step_seconds:
+                self._phases[stats.step_phase].observe(seconds)
+                self._batch_size.observe(stats.step_sequences)
+                self._step_tokens.observe(stats.step_tokens)
 
 
 def _histogram(registry: CollectorRegistry, model_name: str, name: str, help: str, buckets: Sequence[float]) -> Tally:

@@ -7,13 +7,16 @@ a display. In come streams, as they begin and end, and steps; out goes when a me
 
 from __future__ import annotations
 
-from pellucid_server.engine.messages import REPORT_GAP
-
-SHORTEST_GAP = REPORT_GAP
+SHORTEST_GAP = 0.010
 LONGEST_GAP = 0.032
 """Seconds from one message of a stream to the next."""
 MESSAGES_PER_SECOND = 1000
 """Of all streams together, between the shortest gap and the longest."""
+
+
+def message_gap(streams: int) -> float:
+    """Seconds for which what comes for so many streams may gather."""
+    return min(LONGEST_GAP, max(SHORTEST_GAP, streams / MESSAGES_PER_SECOND))
 
 
 class Pace:
@@ -31,7 +34,7 @@ class Pace:
     @property
     def gap(self) -> float:
         """Seconds."""
-        return min(LONGEST_GAP, max(SHORTEST_GAP, self.streams / MESSAGES_PER_SECOND))
+        return message_gap(self.streams)
 
     def gap_end(self, now: float) -> float:
         """Up to when tokens gather behind a message that begins now.
@@ -47,4 +50,4 @@ class Pace:
         """A step's tokens are about to come. One that took longer does not mean that the next one will."""
         before, self._interval = self._interval, at - self._stepped_at
         self._stepped_at = at
-        self.due = at + max(REPORT_GAP, min(before, self._interval)) / 2
+        self.due = at + max(SHORTEST_GAP, min(before, self._interval)) / 2

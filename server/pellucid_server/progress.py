@@ -1,4 +1,4 @@
-"""What a step brings to one sequence of a live request: its token's way into the outbox, and how it ends by that.
+"""What a report brings to one sequence of a live request: its tokens' way into the outbox, and how it ends by that.
 
 In come the engine's Progress and the request; out go text and tokens to the outbox, and an Ending where the sequence
 is to end, or with an error the whole request. `requests` then ends it.
@@ -7,6 +7,7 @@ is to end, or with an error the whole request. `requests` then ends it.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pellucid_server import errors
@@ -27,24 +28,28 @@ class Ending:
 
 
 def advance(
-    request: LiveRequest, sequence: LiveSequence, progress: Progress, at: float, accounts: Accounts
+    request: LiveRequest, sequence: LiveSequence, progress: Progress, at: Sequence[float], accounts: Accounts
 ) -> Ending | None:
-    """Take in one step's progress, of step time `at`; None: the sequence goes on."""
+    """Take in a report's progress, of steps that ended `at` (StepDone.at); None: the sequence goes on."""
     sequence.preemptions = sequence.preemptions_before + progress.preemptions
     _note_prompt(request, progress, accounts)
     finished = progress.finished
-    if progress.token is not None:
-        accounts.token(request, sequence, at)
-        sequence.add(progress.token, at)
-        request.deaths = 0
+    if progress.tokens:
         # The token that ends a sequence as an end or stop token has no text of its own.
         is_end_token = finished is not None and finished.kind in ("eos", "stop_token")
-        matched = _add_token(request.outbox, sequence, progress, with_text=not is_end_token)
+        text, matched, count = _text(sequence, progress.tokens, with_last=not is_end_token)
+        tokens = progress.tokens[:count]
+        times = at[:count] if len(at) > 1 else [at[0]] * count
+        accounts.tokens(request, sequence, times)
+        sequence.add(tokens, times)
+        request.deaths = 0
+        request.outbox.add(tokens, text, index=sequence.index, logprobs=progress.logprobs[:count])
         if matched is not None:
-            return Ending(End("stop_string", at, matched_stop_string=matched), engine_knows=finished is not None)
+            end = End("stop_string", times[-1], matched_stop_string=matched)
+            return Ending(end, engine_knows=finished is not None)
     if finished is not None:
         accounts.engine_finished(finished.kind)
-        return Ending(_end_of(request, finished, at), engine_knows=True)
+        return Ending(_end_of(request, finished, at[-1]), engine_knows=True)
     error = _undeliverable(request.outbox)
     return None if error is None else Ending(End(reason_of(error), time.monotonic(), error), engine_knows=False)
 
@@ -60,14 +65,12 @@ def _note_prompt(request: LiveRequest, progress: Progress, accounts: Accounts) -
         request.outbox.release()
 
 
-def _add_token(outbox: Outbox, sequence: LiveSequence, progress: Progress, *, with_text: bool) -> str | None:
-    """The token's way into the outbox; returns the stop string it completed."""
-    text, matched = "", None
-    if sequence.text is not None and with_text and progress.token is not None:
-        delta = sequence.text.push(progress.token)
-        text, matched = delta.text, delta.matched_stop
-    outbox.add(progress.token, text, index=sequence.index, logprob=progress.logprob)
-    return matched
+def _text(sequence: LiveSequence, tokens: Sequence[int], *, with_last: bool) -> tuple[str, str | None, int]:
+    """The tokens' text, the stop string that it completed, and how many tokens that took: all where there is none."""
+    if sequence.text is None:
+        return "", None, len(tokens)
+    delta = sequence.text.push(tokens if with_last else tokens[:-1])
+    return delta.text, delta.matched_stop, len(tokens) if delta.matched_stop is None else delta.token_count
 
 
 def _end_of(request: LiveRequest, finished: Finished, at: float) -> End:

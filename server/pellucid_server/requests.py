@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from pellucid_server import errors
@@ -201,8 +201,8 @@ class RequestTable:
                 self.fail(request, error)
 
     def engine_step(self, step: StepDone) -> None:
-        """One step's tokens and ends."""
-        self._pace.step(step.at)
+        """What one step, or several in a row, brought: tokens and ends."""
+        self._pace.step(step.at[-1])
         for progress in step.progress:
             found = self._live.get(progress.key)
             if found is not None:
@@ -225,7 +225,9 @@ class RequestTable:
     def _submit(self, request: LiveRequest, plan: Plan) -> None:
         self._engine.send(*submit_messages(request, plan))
 
-    def _advance_alone(self, request: LiveRequest, sequence: LiveSequence, progress: Progress, at: float) -> None:
+    def _advance_alone(
+        self, request: LiveRequest, sequence: LiveSequence, progress: Progress, at: Sequence[float]
+    ) -> None:
         """A request whose own progress fails, in its tokenizer for instance, ends; the others go on."""
         try:
             ending = advance(request, sequence, progress, at, self._accounts)
@@ -248,7 +250,7 @@ class RequestTable:
             self._engine.send(Abort(sequence.key))
         if end.error is None:
             if sequence.text is not None and end.matched_stop_string is None:
-                request.outbox.add(None, sequence.text.finish(), index=sequence.index)
+                request.outbox.add((), sequence.text.finish(), index=sequence.index)
             request.outbox.end(sequence.index, end, len(sequence.generated))
         if end.error is not None or not request.unfinished:
             self._end(request, end)

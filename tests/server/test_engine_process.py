@@ -66,8 +66,7 @@ class Engine:
             assert isinstance(step, StepDone)
             steps.append(step)
             for progress in step.progress:
-                if progress.token is not None:
-                    tokens[progress.key].append(progress.token)
+                tokens[progress.key] += progress.tokens
                 if progress.finished is not None:
                     wanted = wanted - {progress.key}
         return tokens, steps
@@ -138,7 +137,7 @@ def test_several_sequences_with_log_probabilities(checkpoint: Path) -> None:
         tokens, steps = process.collect({1, 2, 3})
         progress = [entry for step in steps for entry in step.progress]
         for key, made in tokens.items():
-            assert [p.logprob.token_id for p in progress if p.key == key and p.logprob] == made
+            assert [entry.token_id for p in progress if p.key == key for entry in p.logprobs] == made
             assert len(made) == 6
         assert len({tuple(made) for made in tokens.values()}) == 3, "sequences draw differently"
         assert steps[-1].stats.prefill_tokens_total < 2 * len(prompt), "the prompt is computed once"
@@ -204,7 +203,7 @@ def test_deadlines_and_time_limits(checkpoint: Path) -> None:
             submission(3, [6], 10, deadline=now - 1),
         )
         tokens, steps = one.collect({1, 2, 3})
-        ends = {p.key: (p.finished.kind, step.at) for step in steps for p in step.progress if p.finished}
+        ends = {p.key: (p.finished.kind, step.at[-1]) for step in steps for p in step.progress if p.finished}
         assert {key: kind for key, (kind, _) in ends.items()} == {1: "time_limit", 2: "deadline", 3: "deadline"}
         assert tokens[1]
         assert not tokens[2]

@@ -27,7 +27,7 @@ def test_any_cut_gives_the_same_messages(keys: list[int], cuts: list[int]) -> No
 
 
 def test_a_message_is_told_once_it_is_whole_and_not_before() -> None:
-    step = StepDone([Progress(7, 3, None, None, 0)] * 10_000, stats(), 1.5)
+    step = StepDone([Progress(7, [3], None, None, 0)] * 10_000, stats(), [1.5])
     raw = frame(step)
     frames = Frames(decode_from_engine)
     assert frames.push(raw[:-1]) == []

@@ -18,6 +18,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from pellucid.v1 import inference_pb2_grpc, server_pb2
 from pellucid_model.tokenizers import CharacterTokenizer
+from pellucid_server.engine.messages import StepDone
 from pellucid_server.metrics import EngineMetrics, Metrics
 from pellucid_server.rpc.calls import Call, Calls
 from pellucid_testing.calls import GENERATE, failure, generate, request
@@ -68,7 +69,7 @@ def test_the_document_lists_exactly_what_is_exported() -> None:
     metrics.engine.ready(READY, "1.2.3")
     Calls("instance", metrics).unary("GetLoad", server_pb2.GetLoadRequest, nothing)
     gpu = stats(gpu_allocated_bytes=1, gpu_reserved_bytes=2)
-    metrics.engine.step(gpu, 1.0)
+    metrics.engine.step(StepDone([], gpu, [1.0]), 1.0)
     assert exported(metrics.registry) == documented()
 
 
@@ -80,7 +81,8 @@ def test_counters_survive_an_engine_restart() -> None:
         totals = {"preemptions_total": preemptions}
         totals |= {"prefix_queried_tokens_total": queried, "prefix_hit_tokens_total": hit}
         totals |= {"drafted_tokens_total": 3 * queried, "accepted_tokens_total": 2 * hit}
-        engine.step(stats(used_blocks=3, cached_blocks=1, free_blocks=8, prefill_tokens_total=prefill, **totals), 1.0)
+        blocks = {"used_blocks": 3, "cached_blocks": 1, "free_blocks": 8}
+        engine.step(StepDone([], stats(**blocks, prefill_tokens_total=prefill, **totals), [1.0]), 1.0)
 
     def total(name: str) -> float | None:
         return registry.get_sample_value(f"pellucid_{name}_total", {"model_name": "m"})
@@ -119,9 +121,9 @@ def test_gpu_memory_is_there_with_a_gpu_alone() -> None:
         return [registry.get_sample_value(name, {"device": "H"}) for name in names]
 
     engine.ready(msgspec.structs.replace(READY, device="H"), "v")
-    engine.step(stats(), 1.0)
+    engine.step(StepDone([], stats(), [1.0]), 1.0)
     assert memory() == [None, None]
-    engine.step(stats(gpu_allocated_bytes=100, gpu_reserved_bytes=200), 1.0)
+    engine.step(StepDone([], stats(gpu_allocated_bytes=100, gpu_reserved_bytes=200), [1.0]), 1.0)
     assert memory() == [100, 200]
     engine.down()
     assert memory() == [None, None]
@@ -131,7 +133,7 @@ def test_idle_messages_are_no_steps() -> None:
     registry = CollectorRegistry()
     engine = EngineMetrics(registry, "m")
     engine.ready(READY, "v")
-    engine.step(stats(), 1.0)
+    engine.step(StepDone([], stats(), [1.0]), 1.0)
     assert registry.get_sample_value("pellucid_step_batch_size_count", {"model_name": "m"}) == 0
 
 

@@ -48,7 +48,7 @@ class Frontend:
 
     def count(self, key: int) -> int:
         """Tokens that have come."""
-        return sum(one.key == key and one.token is not None for one in self.progress)
+        return sum(len(one.tokens) for one in self.progress if one.key == key)
 
     def read_until(self, key: int, tokens: int) -> None:
         while self.count(key) < tokens:
@@ -63,7 +63,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def frontend(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Frontend]:
     """Of an engine whose steps all are quick ones."""
-    monkeypatch.setattr(engine_module, "REPORT_GAP", 3600.0)
+    monkeypatch.setattr(engine_module, "message_gap", lambda streams: 3600.0)
     settings = configure(checkpoint)
     engine = Engine(load(settings), settings)
     ours, theirs = socket.socketpair()
@@ -98,8 +98,8 @@ def test_tokens_of_quick_steps_come_together_and_first_ones_and_ends_at_once(
     told.set()
     assert [one.finished for one in first] == [None]
     rest = frontend.read()
-    assert len(rest) == 39, "what was held came in several parts"
-    assert [one.finished is not None for one in rest] == [False] * 38 + [True]
+    assert sum(len(one.tokens) for one in rest) == 39, "what was held came in several parts"
+    assert [one.finished is not None for one in rest] == [False] * (len(rest) - 1) + [True]
 
 
 def test_who_wants_tokens_at_once_gets_them_and_so_does_the_company(frontend: Frontend) -> None:
@@ -147,7 +147,7 @@ def test_messages_keep_their_order_and_none_is_left_when_the_engine_rests() -> N
     ours, theirs = socket.socketpair()
     with ours, theirs:
         connection, frames = EngineConnection(theirs), Frames(decode_from_engine)
-        reports = [StepDone([Progress(key, 1, None, None, 0)], stats(), float(key)) for key in range(4)]
+        reports = [StepDone([Progress(key, [1], None, None, 0)], stats(), [float(key)]) for key in range(4)]
         ours.setblocking(False)
         connection.hold(reports[0])
         connection.hold(reports[1])

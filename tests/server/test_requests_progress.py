@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from typing import get_args
 
 import pytest
@@ -77,7 +78,7 @@ async def test_held_text_is_flushed_at_other_ends() -> None:
             bench.table.cancel("r")
         elif end == "eos":
             bench.token(request, "b")
-            bench.step(Progress(request.key, 2, Finished("eos", 2), 0.0, 0))
+            bench.step(Progress(request.key, [2], Finished("eos", 2), 0.0, 0))
         else:
             bench.token(request, "b", Finished("max_new_tokens"))
         assert request.outbox.take().outputs[0].text == "ab"
@@ -86,12 +87,12 @@ async def test_held_text_is_flushed_at_other_ends() -> None:
 async def test_errors_of_the_engine_become_errors_of_the_call() -> None:
     bench = Bench()
     request = bench.start("x1")
-    bench.step(Progress(request.key, None, Finished("non_finite"), 0.0, 0))
+    bench.step(Progress(request.key, [], Finished("non_finite"), 0.0, 0))
     assert request.end is not None
     assert isinstance(request.end.error, errors.NonFiniteLogits)
     assert "'x1'" in request.end.error.message
     late = bench.start("x2")
-    bench.step(Progress(late.key, None, Finished("deadline"), None, 0))
+    bench.step(Progress(late.key, [], Finished("deadline"), None, 0))
     assert late.end is not None
     assert isinstance(late.end.error, errors.DeadlineExceeded)
     assert bench.finished() == {"non_finite_logits": 1, "deadline": 1}
@@ -133,7 +134,7 @@ async def test_an_output_beyond_one_message_ends_a_request_that_wants_it_in_one(
     entry = TokenLogprob(5, -1.0, 1, ((1, -1.0, 1),) * 9999)
     steps = 0
     while request.end is None and steps < 1000:
-        bench.step(Progress(request.key, 5, None, time.monotonic(), 0, logprob=entry))
+        bench.step(Progress(request.key, [5], None, time.monotonic(), 0, logprobs=[entry]))
         steps += 1
     assert steps == 4 * MAX_MESSAGE_BYTES // (10_000 * LOGPROB_BYTES + TOKEN_BYTES) + 1
     assert isinstance(request.end and request.end.error, errors.RequestTooLarge)
@@ -143,7 +144,7 @@ async def test_an_output_beyond_one_message_ends_a_request_that_wants_it_in_one(
 
 async def test_a_request_whose_text_fails_ends_alone(caplog: pytest.LogCaptureFixture) -> None:
     class Broken(TextStream):
-        def push(self, token_id: int) -> Delta:
+        def push(self, token_ids: Sequence[int]) -> Delta:
             raise KeyError("a character without a name")
 
     bench = Bench()
@@ -151,7 +152,7 @@ async def test_a_request_whose_text_fails_ends_alone(caplog: pytest.LogCaptureFi
     plan = sound.plan
     assert plan is not None
     bench.table.start(broken, plan, lambda: Broken(TOKENIZER))
-    progress = [Progress(request.key, 5, None, 0.0, 0) for request in (broken, sound)]
+    progress = [Progress(request.key, [5], None, 0.0, 0) for request in (broken, sound)]
     bench.step(*progress, running=2)
     assert isinstance(broken.end and broken.end.error, errors.InternalError)
     assert "character" not in str(broken.end)
@@ -166,9 +167,9 @@ async def test_a_step_may_bring_several_tokens() -> None:
     bench = Bench()
     request = bench.start(stops=("cd",))
     ids = TOKENIZER.encode("abcde", add_special_tokens=False)
-    bench.step(Progress(request.key, ids[0], None, 1.0, 0))
+    bench.step(Progress(request.key, [ids[0]], None, 1.0, 0))
     ended = Finished("max_new_tokens")
-    bench.step(*(Progress(request.key, token, ended if token == ids[-1] else None, 1.0, 0) for token in ids[1:]))
+    bench.step(*(Progress(request.key, [token], ended if token == ids[-1] else None, 1.0, 0) for token in ids[1:]))
     assert request.sequences[0].generated == ids[:4]
     assert request.end is not None
     assert request.end.reason == "stop_string"
@@ -183,12 +184,12 @@ async def test_the_first_message_waits_for_the_prompts_logprobs_and_they_are_ask
     bench = Bench()
     request = bench.start_many(2, EngineOptions(prompt_logprobs=LogprobWish(), output_logprobs=LogprobWish()))
     scored = TokenLogprob(5, -0.5, 1)
-    bench.step(Progress(request.sequences[1].key, 5, None, 1.0, 0, scored))
+    bench.step(Progress(request.sequences[1].key, [5], None, 1.0, 0, [scored]))
     waiting = asyncio.create_task(request.outbox.wait())
     await asyncio.sleep(0)
     assert not waiting.done()
     found = [TokenLogprob(1, None, 0), TokenLogprob(2, -1.0, 1), TokenLogprob(3, -2.0, 4)]
-    bench.step(Progress(request.sequences[0].key, 6, None, 1.0, 0, scored, found, cached_tokens=2))
+    bench.step(Progress(request.sequences[0].key, [6], None, 1.0, 0, [scored], found, cached_tokens=2))
     await asyncio.wait_for(waiting, 1)
     assert request.prompt_logprobs == found
     outputs = request.outbox.take().outputs
@@ -201,7 +202,9 @@ async def test_the_first_message_waits_for_the_prompts_logprobs_and_they_are_ask
     bench.table.engine_up()
     assert [message.prompt_logprobs for message in bench.engine.sent if isinstance(message, Submit)] == [None, None]
     # What a new engine tells again is not taken again.
-    bench.step(Progress(request.sequences[0].key, 7, None, 2.0, 0, scored, [TokenLogprob(9, None, 0)], cached_tokens=1))
+    bench.step(
+        Progress(request.sequences[0].key, [7], None, 2.0, 0, [scored], [TokenLogprob(9, None, 0)], cached_tokens=1)
+    )
     assert request.prompt_logprobs == found
     assert len(request.outbox.take().outputs[0].logprobs) == 1
 
@@ -210,7 +213,7 @@ async def test_the_first_message_waits_for_the_prompts_logprobs_and_they_are_ask
 async def test_every_end_of_the_engine_is_told_and_counted(kind: FinishKind) -> None:
     bench = Bench()
     request = bench.start()
-    bench.step(Progress(request.key, None, Finished(kind), 0.0, 0))
+    bench.step(Progress(request.key, [], Finished(kind), 0.0, 0))
     assert request.end is not None
     assert sum(bench.finished().values()) == 1
     if request.end.error is None:

@@ -89,10 +89,10 @@ async def test_who_runs_first_by_priority_is_charged_with_an_engines_death() -> 
 async def test_preemptions_add_up_over_engines() -> None:
     bench = Bench()
     request = bench.start()
-    bench.step(Progress(request.key, 5, None, 1.0, 2))
+    bench.step(Progress(request.key, [5], None, 1.0, 2))
     bench.table.engine_down()
     bench.table.engine_up()
-    bench.step(Progress(request.key, 6, None, 9.0, 1))
+    bench.step(Progress(request.key, [6], None, 9.0, 1))
     assert request.preemptions == 3
     assert request.first_scheduled_at == 1.0
 

@@ -59,7 +59,7 @@ async def test_what_ends_one_sequence_badly_ends_all(event: str) -> None:
     elif event == "broken":
         bench.table.fail(request, errors.InternalError("x"))
     else:
-        bench.step(Progress(request.sequences[1].key, None, Finished(event), 0.0, 0))  # type: ignore[arg-type]
+        bench.step(Progress(request.sequences[1].key, [], Finished(event), 0.0, 0))  # type: ignore[arg-type]
     told = {"cancel": [1, 2], "broken": [1, 2]}.get(event, [2])
     assert bench.engine.aborted == [request.sequences[index].key for index in told]
     assert request.unfinished == []

@@ -132,11 +132,11 @@ def test_end_tokens_and_non_finite_logits() -> None:
 
     for token, kind in ((EOS, "eos"), (STOP, "stop_token")):
         progress = end_with(token)
-        assert progress.token == token
+        assert progress.tokens == [token]
         assert progress.finished is not None
         assert (progress.finished.kind, progress.finished.matched_token_id) == (kind, token)
     progress = end_with(None)
-    assert progress.token is None
+    assert progress.tokens == []
     assert progress.finished is not None
     assert progress.finished.kind == "non_finite"
 

@@ -46,7 +46,7 @@ def script(
     stream = TextStream(ScriptTokenizer(pieces), stop, include_stop, min_new_tokens=min_new_tokens)
     texts: list[str] = []
     for token_id in range(len(pieces)):
-        delta = stream.push(token_id)
+        delta = stream.push([token_id])
         texts.append(delta.text)
         if delta.matched_stop is not None:
             return [*texts, stream.finish()], delta.matched_stop
@@ -109,7 +109,7 @@ def test_every_short_run_of_bytes_streams_as_it_decodes_and_holds_only_what_may_
         detokenizer = IncrementalDetokenizer(tokenizer)
         text = ""
         for count, byte in enumerate(run, start=1):
-            text += detokenizer.push(byte)
+            text += detokenizer.push([byte])
             held = _unfinished(bytes(run[:count]))
             assert text == bytes(run[: count - held]).decode("utf-8", "replace"), run
         assert text + detokenizer.flush() == bytes(run).decode("utf-8", "replace"), run
@@ -131,13 +131,13 @@ def test_special_tokens_are_left_out_or_spelled() -> None:
     tokenizer = ScriptTokenizer([b"a", "好".encode()[:2], "好".encode()[2:]], {-1: b"<eos>"})
     for keep, expected in ((False, "a好"), (True, "a<eos>\ufffd<eos>\ufffd")):
         stream = TextStream(tokenizer, keep_special_tokens=keep)
-        text = "".join(stream.push(i).text for i in (0, -1, 1, -1, 2)) + stream.finish()
+        text = "".join(stream.push([i]).text for i in (0, -1, 1, -1, 2)) + stream.finish()
         assert text == expected == tokenizer.decode([0, -1, 1, -1, 2], keep_special_tokens=keep)
 
 
 def test_unknown_ids_add_nothing() -> None:
     stream = TextStream(ScriptTokenizer([b"a"]))
-    assert [stream.push(i) for i in (0, 999, 0)] == [Delta("a"), Delta(""), Delta("a")]
+    assert [stream.push([i]) for i in (0, 999, 0)] == [Delta("a"), Delta(""), Delta("a")]
 
 
 # ---- Stop strings ----
@@ -197,7 +197,7 @@ def test_an_empty_stop_string_is_refused() -> None:
 
 def test_text_after_the_match_is_dropped() -> None:
     stream = TextStream(ScriptTokenizer([b"x|y", b"z"]), ["|"])
-    assert [stream.push(0), stream.push(1), stream.finish()] == [Delta("x", "|"), Delta(""), ""]
+    assert [stream.push([0]), stream.push([1]), stream.finish()] == [Delta("x", "|"), Delta(""), ""]
 
 
 def test_a_stop_string_counts_only_from_min_new_tokens_on() -> None:
@@ -298,7 +298,7 @@ def test_a_longer_output_costs_no_more_per_token(stop: list[str]) -> None:
     def steps(repeats: int) -> int:
         stream = TextStream(ScriptTokenizer(pieces), stop)
         ids = list(range(len(pieces))) * repeats
-        return count_steps(lambda: [stream.push(i) for i in ids])
+        return count_steps(lambda: [stream.push([i]) for i in ids])
 
     few, many = steps(20), steps(200)
     assert few > 0
@@ -338,7 +338,7 @@ def test_joined_stream_is_the_decoded_whole(
     prompt = tokenizer.encode("ab", add_special_tokens=False)
     ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size + 3), max_size=40))
     stream = TextStream(tokenizer, keep_special_tokens=keep)
-    pieces = [stream.push(token_id).text for token_id in ids]
+    pieces = [stream.push([token_id]).text for token_id in ids]
     text = "".join(pieces) + stream.finish()
     assert "ab" + text == tokenizer.decode([*prompt, *ids], keep_special_tokens=keep)
     # An output continues its prompt; decoded by itself, a SentencePiece output would lose a space at its beginning.
@@ -362,9 +362,9 @@ def test_stops_cut_the_stream_at_the_earliest_match(
     got, matched = "", None
     pieces: list[tuple[str, bool]] = []
     for count, token_id in enumerate(ids, start=1):
-        pieces.append((plain.push(token_id), count >= minimum))
+        pieces.append((plain.push([token_id]), count >= minimum))
         if matched is None:
-            delta = stream.push(token_id)
+            delta = stream.push([token_id])
             got, matched = got + delta.text, delta.matched_stop
             assert matched is None or (got, matched) == _whole(pieces, stop, include)
     got += stream.finish()
@@ -380,4 +380,4 @@ def test_whitespace_survives(tokenizers: dict[str, Tokenizer], kind: str, text: 
     prompt = tokenizer.encode("b", add_special_tokens=False)
     ids = tokenizer.encode("b" + text, add_special_tokens=False)[len(prompt) :]
     stream = TextStream(tokenizer)
-    assert "".join(stream.push(i).text for i in ids) + stream.finish() == text
+    assert "".join(stream.push([i]).text for i in ids) + stream.finish() == text

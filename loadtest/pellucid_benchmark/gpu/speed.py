@@ -99,7 +99,8 @@ def _prefill(made: Stack, device: torch.device, tokens: int) -> float:
 def _step(made: Stack, scheduler: Scheduler) -> int:
     """-> tokens that it computed"""
     step = scheduler.schedule(0.0)
-    scheduler.complete(step, *made.executor.execute(step))
+    outcome = made.executor.execute(step)
+    scheduler.complete(step, outcome.sampled, outcome.scores)
     return step.tokens
 
 

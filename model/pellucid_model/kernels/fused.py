@@ -128,7 +128,7 @@ def linear_arguments(layers: ctypes.Array[LinearLayer], first: PackedLinear, nor
     )
 
 
-def address(numbers: Tensor | array[int] | None) -> int | None:
+def address(numbers: Tensor | array[int] | array[float] | None) -> int | None:
     """Where the numbers lie in memory."""
     if isinstance(numbers, array):
         return numbers.buffer_info()[0]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+from array import array
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -19,11 +20,13 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
+from pellucid_model.kernels.plan import StepSampling
 from pellucid_server.engine.adjustments import Adjustments
 from pellucid_server.engine.constraint_states import Constraints, ConstraintState
 from pellucid_server.engine.logprobs import Logprobs
 from pellucid_server.engine.messages import FinishKind, TokenLogprob
-from pellucid_server.engine.sampler import Sampler, SamplerRow
+from pellucid_server.engine.multi_step import Interruption
+from pellucid_server.engine.sampler import Sampler, SamplerRow, pack_rows
 from pellucid_server.engine.sampler_device import DeviceSampler
 from pellucid_server.engine.sequence import Chunk, Sampled, SequenceState
 from pellucid_server.logs import LOGGER
@@ -92,6 +95,40 @@ class Chooser:
                 chosen[index].append(one)
             due = [i for i in due if self._goes_on(chunks[i], whose[i][1], ahead, chosen[i][ahead])]
             ahead += 1
+        return chosen
+
+    def repeatable(self, chunks: Sequence[Chunk], most: int, interruption: Interruption) -> StepSampling | None:
+        """How the chunks that `begin` was told of sample several times in a row.
+
+        None where what a sequence may choose, or what is told of it, depends on more than the logits and its place.
+        """
+        if any(memory.row is None or s.request.output_logprobs is not None for s, memory in self._due):
+            return None
+        rows, end_ids, end_begins = [], array("i"), array("i", [0])
+        for sequence, memory in self._due:
+            rows.append(_row(sequence, memory, 0))
+            end_ids.extend(sequence.request.eos_ids)
+            end_ids.extend(sequence.request.stop_ids)
+            end_begins.append(len(end_ids))
+        return StepSampling(
+            most=most,
+            vocab_size=self._vocab_size,
+            settings=pack_rows(rows, array("i")),
+            end_ids=end_ids,
+            end_begins=end_begins,
+            until=interruption.until,
+            descriptor=interruption.descriptor,
+        )
+
+    def chosen(self, tokens: array[int], logits: Tensor) -> list[list[Sampled]]:
+        """What came of such steps: tokens [steps * S], and the logits [S, V] of the last step."""
+        whose, self._due = self._due, []
+        chosen = []
+        for row, (_, memory) in enumerate(whose):
+            own = [Sampled(token) for token in tokens[row :: len(whose)]]
+            if tokens[row - len(whose)] < 0:
+                own[-1] = Sampled(None, end=self._end_without_token(memory, logits[row, : self._vocab_size]))
+            chosen.append(own)
         return chosen
 
     def _goes_on(self, chunk: Chunk, memory: _Memory, place: int, sampled: Sampled) -> bool:

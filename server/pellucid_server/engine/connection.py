@@ -24,6 +24,10 @@ class EngineConnection:
         self._frames = Frames(decode_to_engine)
         self._held = b""
 
+    def fileno(self) -> int:
+        """A descriptor that can be read when a message has arrived."""
+        return self._socket.fileno()
+
     def receive(self, timeout: float | None) -> list[ToEngine]:
         """All messages that are there; where there is none, wait up to `timeout` seconds for one (None: for ever).
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Collection
 
 from pellucid_server.engine.messages import Finished, FinishKind, Submit
@@ -52,6 +53,11 @@ class Expiries:
         if len(self._heap) > 64 + 4 * len(live):
             self._heap = [entry for entry in self._heap if entry[1] in live]
             heapq.heapify(self._heap)
+
+    @property
+    def next_at(self) -> float:
+        """The first moment at which one may expire; infinite where none does."""
+        return self._heap[0][0] if self._heap else math.inf
 
     def due(self, now: float) -> list[tuple[int, FinishKind]]:
         """Keys that expire by `now`, each once, and how: of a deadline and a time limit, the deadline.

@@ -23,7 +23,6 @@ from pellucid_server.engine.execution import Executor
 from pellucid_server.engine.loading import Loaded
 from pellucid_server.engine.memory import GpuMemory
 from pellucid_server.engine.messages import (
-    REPORT_GAP,
     Abort,
     Configure,
     Finished,
@@ -36,9 +35,11 @@ from pellucid_server.engine.messages import (
     Submit,
     ToEngine,
 )
+from pellucid_server.engine.multi_step import MOST_STEPS, Interruption
 from pellucid_server.engine.scheduler import Scheduler
 from pellucid_server.engine.sequence import Step
 from pellucid_server.logs import LOGGER
+from pellucid_server.pace import message_gap
 
 Phase = Literal["prefill", "decode", "mixed", "idle"]
 
@@ -86,7 +87,8 @@ class Engine:
         while not scheduler.idle:
             began = time.monotonic()
             step = scheduler.schedule(0.0)
-            scheduler.complete(step, *self._executor.execute(step))
+            outcome = self._executor.execute(step)
+            scheduler.complete(step, outcome.sampled, outcome.scores)
             longest = max(longest, time.monotonic() - began)
         return longest
 
@@ -96,7 +98,7 @@ class Engine:
             resting = self._scheduler.idle and not self._preparing
             self._take(connection.receive(None if resting else 0), connection)
             self._take_prepared(connection)
-            step = self._scheduler.schedule(time.monotonic())
+            step = self._scheduler.schedule(time.monotonic(), self._most_repeats)
             if step.chunks or step.expired:
                 self._run(step, connection)
 
@@ -112,7 +114,7 @@ class Engine:
             elif isinstance(message, Ping):
                 asked = True
         if asked and self._scheduler.idle:
-            connection.send(StepDone([], self._stats(None, 0.0), time.monotonic()))
+            connection.send(StepDone([], self._stats(None, 0.0), [time.monotonic()]))
 
     def _take_prepared(self, connection: EngineConnection) -> None:
         """Queue the requests whose constraints are compiled by now. With nothing else to do, wait for the first one."""
@@ -138,8 +140,8 @@ class Engine:
 
     def _end(self, key: int, kind: FinishKind, connection: EngineConnection) -> None:
         """Tell the end of a request that has never run."""
-        end = Progress(key, None, Finished(kind), None, 0)
-        connection.send(StepDone([end], self._stats(None, 0.0), time.monotonic()))
+        end = Progress(key, [], Finished(kind), None, 0)
+        connection.send(StepDone([end], self._stats(None, 0.0), [time.monotonic()]))
 
     def _run(self, step: Step, connection: EngineConnection) -> None:
         """Run a step, book and report it."""
@@ -148,16 +150,23 @@ class Engine:
         if phase != "decode":
             connection.flush()
         began = time.monotonic()
-        outcome = self._executor.execute(step)
-        ended = time.monotonic()
+        report_at = max(began, self._reported_at + message_gap(len(step.chunks)))
+        until = min(report_at, self._scheduler.next_expiry)
+        outcome = self._executor.execute(step, Interruption(until, connection.fileno()))
+        ended = outcome.ended[-1]
         self._prefill_tokens += sum([chunk.count for chunk in step.chunks]) - decoded
-        progress = step.expired + self._scheduler.complete(step, *outcome)
-        report = StepDone(progress, self._stats(step, ended - began, phase), ended)
-        if phase == "decode" and ended - self._reported_at < REPORT_GAP and not _is_urgent(step, progress):
+        progress = step.expired + self._scheduler.complete(step, outcome.sampled, outcome.scores)
+        report = StepDone(progress, self._stats(step, outcome.ended[0] - began, phase), outcome.ended)
+        if phase == "decode" and ended < report_at and not _is_urgent(step, progress):
             connection.hold(report)
         else:
             connection.send(report)
             self._reported_at = ended
+
+    @property
+    def _most_repeats(self) -> int:
+        """How often a step may be run in a row; not while constraints of requests that want to join are compiled."""
+        return MOST_STEPS if self._loaded.runner.runs_steps and not self._preparing else 1
 
     def _new_scheduler(self) -> Scheduler:
         configure = self._configure

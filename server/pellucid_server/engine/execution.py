@@ -6,17 +6,31 @@ a sequence has come to is its own state.
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from pellucid_server.engine.choosing import Chooser
 from pellucid_server.engine.messages import TokenLogprob
+from pellucid_server.engine.multi_step import Interruption
 from pellucid_server.engine.runner import ModelRunner
 from pellucid_server.engine.sequence import Chunk, Sampled, SequenceState, Step
 
 PromptLogprobs = dict[int, list[TokenLogprob] | None]
 """By the sequence's key, in the order of its tokens; None where a row was not finite."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a step brought, run once or several times."""
+
+    sampled: list[list[Sampled]]
+    """Of each chunk that samples."""
+    scores: PromptLogprobs
+    """Of the prompt tokens that are scored."""
+    ended: list[float]
+    """When each time had sampled, in seconds of the monotonic clock."""
 
 
 @dataclass(frozen=True)
@@ -26,10 +40,10 @@ class Executor:
     runner: ModelRunner
     chooser: Chooser
 
-    def execute(self, step: Step) -> tuple[list[list[Sampled]], PromptLogprobs]:
-        """What came of each chunk that samples, and the log-probabilities of the prompt tokens that are scored."""
+    def execute(self, step: Step, interruption: Interruption | None = None) -> Outcome:
+        """Run a step, and again, up to `step.repeats` times in all, until the interruption."""
         if not step.chunks:
-            return [], {}
+            return Outcome([], {}, [time.monotonic()])
         scores: PromptLogprobs = {}
 
         def score(chunk: Chunk, first: int, logits: Tensor) -> None:
@@ -39,8 +53,14 @@ class Executor:
 
         due = [chunk for chunk in step.chunks if chunk.samples]
         self.chooser.begin(due)
+        if interruption is not None and step.repeats > 1:
+            sampling = self.chooser.repeatable(due, step.repeats, interruption)
+            if sampling is not None:
+                tokens, ended, logits = self.runner.run_steps(step, sampling)
+                return Outcome(self.chooser.chosen(tokens, logits), {}, ended.tolist())
         logits = self.runner.run(step, score)
-        return self.chooser.choose(due, logits) if due else [], scores
+        sampled = self.chooser.choose(due, logits) if due else []
+        return Outcome(sampled, scores, [time.monotonic()])
 
     def _foretold(self, sequence: SequenceState, first: int, logits: Tensor) -> list[TokenLogprob] | None:
         """Log-probabilities of the tokens from `first` on by `logits` [rows, V]; None where a row is not finite."""

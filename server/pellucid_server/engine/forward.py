@@ -7,6 +7,7 @@ recorded, or whose recording computes something else on a small step (trial.py),
 
 from __future__ import annotations
 
+from array import array
 from typing import Protocol
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from pellucid_model.contract import DecoderModel
 from pellucid_model.kernels import Kernels, NativeKernels
-from pellucid_model.kernels.plan import NotRecordable, Plan, PlanBatch, fuse, record
+from pellucid_model.kernels.plan import NotRecordable, Plan, PlanBatch, StepSampling, fuse, record
 from pellucid_model.user_module import one_line
 from pellucid_server.engine.cache import KVCache
 from pellucid_server.engine.flash_forward import DecodeShape, FlashForward
@@ -69,8 +70,22 @@ class PlannedForward:
         self._batch: PlanBatch | None = None
 
     def run(self, rows: StepRows) -> Tensor:
+        self._batch = self._batch_of(rows, rows.length)
+        return self._plan.run(self._batch)
+
+    def run_steps(self, rows: StepRows, sampling: StepSampling) -> tuple[array[int], array[float], Tensor]:
+        """Run a step of single rows, all sampled, several times, each time with the tokens of the time before.
+
+        -> sampled ids [steps * S], when each step had sampled, and the logits [S, V] of the last one.
+        """
+        self._batch = None  # it moves on
+        spans = None if rows.rolling is None else rows.rolling.spans
+        return self._plan.run_steps(self._batch_of(rows, rows.length + sampling.most), sampling, spans)
+
+    def _batch_of(self, rows: StepRows, length: int) -> PlanBatch:
+        """`length`: one more than the largest position that is computed."""
         rolling = rows.rolling
-        self._batch = PlanBatch(
+        return PlanBatch(
             tokens=rows.tokens,
             positions=rows.positions,
             positions32=rows.positions32,
@@ -79,11 +94,10 @@ class PlannedForward:
             table_width=rows.table_width,
             sampled_rows=rows.sampled_rows,
             windows=[rows.windows(own) for own in self._plan.windows],
-            angles=[self._angles.upto(rows.length, rotary) for rotary in self._plan.rotaries],
+            angles=[self._angles.upto(length, rotary) for rotary in self._plan.rotaries],
             sinks=None if rolling is None else rolling.sinks,
             sink_query_positions=None if rolling is None else rolling.sink_query_positions,
         )
-        return self._plan.run(self._batch)
 
     def more_logits(self, rows: Tensor) -> Tensor:
         if self._batch is None:

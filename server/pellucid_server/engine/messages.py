@@ -7,14 +7,13 @@ Times are seconds of the system-wide monotonic clock (time.monotonic()), which b
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Literal
 
 import msgspec
 
 from pellucid_server.kv.window import FULL, ContextWindow
-
-REPORT_GAP = 0.010
-"""Seconds for which steps that decode and bring no end may be told together."""
 
 FinishKind = Literal[
     "eos",
@@ -151,7 +150,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     cache_salt: str = ""
     """Blocks are shared between requests of the same salt only."""
     at_once: bool = False
-    """Whether each token is told as soon as it is there; else it may wait up to REPORT_GAP for the next ones."""
+    """Whether each token is told as soon as it is there; else it may wait for the next ones (pace.py)."""
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
@@ -200,17 +199,17 @@ class Finished(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Progress(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What a step brought for one sequence: at most one new token, and perhaps the end. Where drafts came true, a step
-    brings several, one for each token, in their order."""
+    """What a report brings for one sequence: new tokens, and perhaps the end."""
 
     key: int
-    token: int | None
+    tokens: list[int]
+    """At most one for each step, or several of one step where a draft came true."""
     finished: Finished | None
     first_scheduled_at: float | None
     """When the first step that worked on the sequence began; None where there was none."""
     preemptions: int
-    logprob: TokenLogprob | None = None
-    """Of `token`, where the request asked for it."""
+    logprobs: Sequence[TokenLogprob] = ()
+    """Of each of `tokens`, where the request asked for them."""
     prompt_logprobs: list[TokenLogprob] = []
     """Of the prompt tokens from `prompt_logprobs.start` on, all at once, not later than the first token."""
     cached_tokens: int = 0
@@ -235,6 +234,7 @@ class Stats(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Sequences in this step; 0 when idle."""
     step_tokens: int
     step_seconds: float
+    """Of the first step that is reported."""
     step_phase: Literal["prefill", "decode", "mixed", "idle"]
     gpu_allocated_bytes: int = 0
     """What torch holds for tensors; 0 on the CPU."""
@@ -253,14 +253,21 @@ class Stats(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class StepDone(msgspec.Struct, frozen=True, tag=True, gc=False):
-    """One for every step, and one while idle after an abort or a ping. `at` is when the step's tokens were sampled.
+    """One for every step or several in a row, and one while idle after an abort or a ping.
 
-    Those of quick steps may come together (REPORT_GAP).
+    Those of quick steps may come together (pace.py).
     """
 
     progress: list[Progress]
     stats: Stats
-    at: float
+    at: list[float]
+    """When the tokens of each step were sampled. Where there are several, they were alike, each followed the one before
+    at once, and each brought one token for every sequence in `progress`."""
+
+    @property
+    def step_seconds(self) -> list[float]:
+        """Of each step."""
+        return [self.stats.step_seconds, *(end - begin for begin, end in pairwise(self.at))]
 
 
 ToEngine = Configure | Submit | Abort | Ping

@@ -46,6 +46,11 @@ class RollingWindows:
             sink_query_positions=torch.tensor(stand, dtype=torch.int32),
         )
 
+    @property
+    def spans(self) -> array[int]:
+        """[S] "i": tokens that window and sinks hold; 0: the sequence does not roll."""
+        return array("i", torch.where(self.window > 0, self.window + self.sinks, 0).tolist())
+
     def to(self, device: torch.device) -> RollingWindows:
         """The same on a device."""
         return RollingWindows(**_moved(self, device))

@@ -6,6 +6,7 @@ that need a next token; then, a few at a time, for those whose prompt tokens are
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 
 import torch
@@ -13,8 +14,9 @@ from torch import Tensor
 
 from pellucid_model.contract import DecoderModel
 from pellucid_model.kernels import Kernels
+from pellucid_model.kernels.plan import StepSampling
 from pellucid_server.engine.cache import KVCache
-from pellucid_server.engine.forward import Forward, ModuleForward
+from pellucid_server.engine.forward import Forward, ModuleForward, PlannedForward
 from pellucid_server.engine.ragged import StepRows
 from pellucid_server.engine.sequence import Chunk, Step
 
@@ -62,6 +64,20 @@ class ModelRunner:
         if score is not None and any(chunk.scored for chunk in step.chunks):
             self._score(step, score)
         return logits
+
+    @property
+    def runs_steps(self) -> bool:
+        """Whether it can run several steps in a row by itself."""
+        return isinstance(self._forward, PlannedForward)
+
+    @torch.inference_mode()
+    def run_steps(self, step: Step, sampling: StepSampling) -> tuple[array[int], array[float], Tensor]:
+        """Run a step again and again, as `sampling` says; see PlannedForward.run_steps."""
+        if not isinstance(self._forward, PlannedForward):
+            raise ValueError("this model runs single steps only")
+        if step.copies:
+            self._cache.copy_blocks(step.copies)
+        return self._forward.run_steps(StepRows.of(step), sampling)
 
     def _score(self, step: Step, score: Scorer) -> None:
         """Show the logits of scored rows."""

@@ -108,7 +108,7 @@ class Sampler:
         self, library: ctypes.CDLL, logits: torch.Tensor, rows: Sequence[SamplerRow]
     ) -> list[int | None]:
         banned = array("i")
-        settings = array("B", b"".join([_pack(row, banned) for row in rows]))
+        settings = pack_rows(rows, banned)
         out = array("i", bytes(4 * len(rows)))
         library.pellucid_sample(
             logits.data_ptr(),
@@ -121,6 +121,11 @@ class Sampler:
             out.buffer_info()[0],
         )
         return [None if token < 0 else token for token in out]
+
+
+def pack_rows(rows: Sequence[SamplerRow], banned: array[int]) -> array[int]:
+    """A kernel's Row of each, which point into the rows' arrays; `banned` is extended by their banned ids."""
+    return array("B", b"".join([_pack(row, banned) for row in rows]))
 
 
 def _pack(row: SamplerRow, banned: array[int]) -> bytes | bytearray:

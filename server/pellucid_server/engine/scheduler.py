@@ -24,6 +24,7 @@ from pellucid_server.engine.block_tables import BlockTables, Start
 from pellucid_server.engine.ends import Expiries, finished
 from pellucid_server.engine.groups import Groups
 from pellucid_server.engine.messages import Finished, Progress, Submit, TokenLogprob
+from pellucid_server.engine.multi_step import steps_in_a_row
 from pellucid_server.engine.prompt_shares import PromptShares
 from pellucid_server.engine.sequence import AGEING_SECONDS, NONE_SCORED, Chunk, Sampled, SequenceState, Step
 from pellucid_server.engine.speculation import Speculation
@@ -98,8 +99,16 @@ class Scheduler:
     def idle(self) -> bool:
         return not self._by_key
 
-    def schedule(self, now: float) -> Step:
-        """Choose the next step's chunks and give them their blocks."""
+    @property
+    def next_expiry(self) -> float:
+        """No deadline or time limit passes before this moment."""
+        return self._expiries.next_at
+
+    def schedule(self, now: float, most_repeats: int = 1) -> Step:
+        """Choose the next step's chunks and give them their blocks.
+
+        most_repeats  how often the caller would run it in a row
+        """
         expired = self._expire(now)
         plan = StepPlan(self.max_step_tokens)
         decodes: list[SequenceState] = []
@@ -117,7 +126,9 @@ class Scheduler:
         for chunk in plan.chunks.values():
             if chunk.sequence.first_scheduled_at is None:
                 chunk.sequence.first_scheduled_at = now
-        return Step(self.speculation.extend(plan.chunks.values(), plan.budget, self.tables), expired, plan.copies)
+        chunks = self.speculation.extend(plan.chunks.values(), plan.budget, self.tables)
+        repeats = 1 if self.speculation.is_on else steps_in_a_row(chunks, self.tables, most_repeats)
+        return Step(chunks, expired, plan.copies, repeats)
 
     def complete(
         self,
@@ -128,7 +139,8 @@ class Scheduler:
         """Book a step that has run.
 
         sampled          for each chunk that samples, one for its last token and one for each token of its draft that
-                         was right: the next one is where it was wrong, or what follows it
+                         was right: the next one is where it was wrong, or what follows it; or one for each time the
+                         step was run
         prompt_logprobs  by key, one for each of a chunk's `scored` rows; None: they were not finite
         """
         tokens = iter(sampled)
@@ -142,7 +154,10 @@ class Scheduler:
                 else:
                     chunk.sequence.prompt_logprobs += scores
                     chunk.sequence.unscored -= len(chunk.scored)
-            self._book(chunk, outcomes, progress)
+            if (brought := self._book(chunk, outcomes)) is not None:
+                progress.append(brought)
+            if chunk.draft or step.repeats > 1:
+                self.tables.trim(chunk.sequence)
         return progress
 
     def check_integrity(self) -> None:
@@ -242,7 +257,7 @@ class Scheduler:
         for key, kind in self._expiries.due(now):
             if (sequence := self._by_key.get(key)) is not None:
                 self._remove(sequence)
-                expired.append(sequence.progress(None, Finished(kind)))
+                expired.append(sequence.progress([], Finished(kind)))
         return expired
 
     def _remove(self, sequence: SequenceState) -> None:
@@ -251,28 +266,27 @@ class Scheduler:
         self._groups.remove(sequence)
         self.tables.release(sequence)
 
-    def _book(self, chunk: Chunk, outcomes: Sequence[Sampled | None], progress: list[Progress]) -> None:
+    def _book(self, chunk: Chunk, outcomes: Sequence[Sampled | None]) -> Progress | None:
         """Book a chunk's tokens as if each had had a step of its own: one of a draft is computed once it has come true.
 
-        outcomes  None: nothing was sampled
-        progress  is extended by what there is to report
+        outcomes  None: nothing was sampled. None but the last may end the sequence.
+
+        -> what there is to report
         """
-        sequence = chunk.sequence
-        for ahead, outcome in enumerate(outcomes):
-            sequence.computed = chunk.start + chunk.count + ahead
-            self.tables.publish(sequence)
-            end = finished(sequence, outcome)
-            if outcome is not None or end is not None:
-                progress.append(self._advance(sequence, outcome or Sampled(None), end))
+        sequence, last = chunk.sequence, outcomes[-1]
+        tokens = [outcome.token for outcome in outcomes if outcome is not None and outcome.token is not None]
+        before = len(tokens) if last is None or last.token is None else len(tokens) - 1
+        sequence.tokens += tokens[:before]
+        sequence.computed = chunk.start + chunk.count + len(outcomes) - 1
+        self.tables.publish(sequence)
+        end = finished(sequence, last)
+        sequence.tokens += tokens[before:]
         if chunk.draft:
             self.speculation.judge(chunk, len(outcomes) - 1)
-            self.tables.trim(sequence)
-
-    def _advance(self, sequence: SequenceState, outcome: Sampled, end: Finished | None) -> Progress:
-        """Append the token, if there is one, and end the sequence, if it has."""
-        if outcome.token is not None:
-            sequence.tokens.append(outcome.token)
-        progress = sequence.progress(outcome.token, end, outcome.logprob)
+        if not tokens and end is None:
+            return None
+        logprobs = [each.logprob for each in outcomes if each is not None and each.logprob is not None]
+        progress = sequence.progress(tokens, end, logprobs)
         if end is not None:
             if end.kind == "non_finite":
                 self.tables.withdraw(sequence)

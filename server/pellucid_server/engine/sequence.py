@@ -118,7 +118,7 @@ class SequenceState:
         return (*self.request.eos_ids, *self.request.stop_ids)
 
     def progress(
-        self, token: int | None = None, finished: Finished | None = None, logprob: TokenLogprob | None = None
+        self, tokens: list[int], finished: Finished | None = None, logprobs: Sequence[TokenLogprob] = ()
     ) -> Progress:
         """What to report now; a prompt's log-probabilities go with it once they are complete."""
         due: list[TokenLogprob] = []
@@ -126,11 +126,11 @@ class SequenceState:
             due, self.prompt_logprobs = self.prompt_logprobs, []
         return Progress(
             key=self.request.key,
-            token=token,
+            tokens=tokens,
             finished=finished,
             first_scheduled_at=self.first_scheduled_at,
             preemptions=self.preemptions,
-            logprob=logprob,
+            logprobs=logprobs,
             prompt_logprobs=due,
             cached_tokens=self.cached_tokens,
         )
@@ -163,6 +163,15 @@ class Chunk(msgspec.Struct, frozen=True):
         return 1 + len(self.draft) if self.samples else 0
 
     @property
+    def tokens_left(self) -> int:
+        """Tokens that may come of it and of what follows, before a limit ends the sequence or its window moves."""
+        sequence, request = self.sequence, self.sequence.request
+        count = min(request.max_new_tokens - sequence.output_count, sequence.max_length - len(sequence.tokens))
+        if request.context.kind == "reencode":
+            return min(count, request.context.span - self.start - self.count + 1)
+        return count
+
+    @property
     def first_target(self) -> int:
         """Which token of the sequence the first of the scored places foretells."""
         return self.scored.start + self.sequence.offset + 1
@@ -177,6 +186,8 @@ class Step:
     expired: list[Progress]
     copies: list[tuple[int, int]] = field(default_factory=list)
     """Blocks to be copied before the chunks run, (from, to), one after the other."""
+    repeats: int = 1
+    """How often it may be run, each time with the token that was sampled the time before (multi_step.py)."""
 
     @property
     def tokens(self) -> int:

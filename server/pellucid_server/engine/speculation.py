@@ -140,9 +140,13 @@ class Speculation:
         self._most = most
         self._memories: WeakKeyDictionary[SequenceState, _Memory] = WeakKeyDictionary()
 
+    @property
+    def is_on(self) -> bool:
+        return self._most > 0
+
     def extend(self, chunks: Collection[Chunk], budget: int, tables: BlockTables) -> list[Chunk]:
         """Give drafts to the chunks that sample, of at most `budget` tokens in all, and allocate their blocks."""
-        if self._most == 0:
+        if not self.is_on:
             return list(chunks)
         budget = min(budget, MOST_DRAFTED)
         rows = sum(chunk.count for chunk in chunks)
@@ -161,7 +165,7 @@ class Speculation:
 
     def _draft(self, chunk: Chunk, budget: int, price: float, tables: BlockTables) -> tuple[int, ...]:
         sequence, length = chunk.sequence, chunk.start + chunk.count
-        most = min(self._most, budget, _useful(chunk), tables.spare(sequence, length))
+        most = min(self._most, budget, chunk.tokens_left - 1, tables.spare(sequence, length))
         if most <= 0:
             return ()
         memory = self._memories.get(sequence)
@@ -170,15 +174,6 @@ class Speculation:
         draft = _until_end(sequence, memory.draft(sequence.tokens, most, price))
         tables.allocate(sequence, length + len(draft))
         return draft
-
-
-def _useful(chunk: Chunk) -> int:
-    """How many tokens behind the chunk's own may come true before a limit, or a window that moves, makes them idle."""
-    sequence, request = chunk.sequence, chunk.sequence.request
-    count = min(request.max_new_tokens - sequence.output_count, sequence.max_length - len(sequence.tokens)) - 1
-    if request.context.kind == "reencode":
-        return min(count, request.context.span - chunk.start - chunk.count)
-    return count
 
 
 def _until_end(sequence: SequenceState, draft: tuple[int, ...]) -> tuple[int, ...]:

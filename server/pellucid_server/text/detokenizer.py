@@ -1,4 +1,4 @@
-"""Token ids to whole characters, one token at a time.
+"""Token ids to whole characters, as the ids come.
 
 In: the ids of an output in their order. Out: text. A character that is cut into several tokens comes out with the
 token that completes it; at most three bytes wait. Bytes that can no longer become a character come out at once as
@@ -8,6 +8,7 @@ U+FFFD, exactly as bytes.decode("utf-8", "replace") writes them, so the pieces j
 from __future__ import annotations
 
 import codecs
+from collections.abc import Sequence
 from typing import Protocol
 
 
@@ -33,11 +34,10 @@ class IncrementalDetokenizer:
         self._held = b""
         """The beginning of a character."""
 
-    def push(self, token_id: int) -> str:
-        """The characters that this token completes, perhaps none."""
-        if token_id in self._dropped_ids:
-            return ""
-        data = self._held + self._token_bytes(token_id)
+    def push(self, token_ids: Sequence[int]) -> str:
+        """The characters that these tokens complete, perhaps none."""
+        dropped, token_bytes = self._dropped_ids, self._token_bytes
+        data = self._held + b"".join([token_bytes(each) for each in token_ids if each not in dropped])
         text, length = codecs.utf_8_decode(data, "replace", False)
         self._held = data[length:]
         # These can only become a surrogate, which is no character. Python's decoder would wait.

@@ -16,10 +16,12 @@ from pellucid_server.text.stop import StopMatcher
 
 
 class Delta(NamedTuple):
-    """Text that one token lets out, perhaps none, and the stop string that it completed."""
+    """Text that tokens let out, perhaps none, and the stop string that one of them completed."""
 
     text: str
     matched_stop: str | None = None
+    token_count: int = 0
+    """With a stop string: how many of the tokens it took."""
 
 
 class TextStream:
@@ -39,16 +41,25 @@ class TextStream:
         keep_special_tokens: bool = False,
         min_new_tokens: int = 0,
     ) -> None:
+        self._has_stops = bool(stop_strings)
         self._detokenizer = IncrementalDetokenizer(tokenizer, keep_special_tokens)
         self._matcher = StopMatcher(stop_strings, include_stop_in_text)
         self._min_new_tokens = min_new_tokens
         self._token_count = 0
 
-    def push(self, token_id: int) -> Delta:
-        """The next token. After a delta with matched_stop the output is over, and later tokens add nothing."""
-        self._token_count += 1
-        allowed = self._token_count >= self._min_new_tokens
-        return Delta(*self._matcher.push(self._detokenizer.push(token_id), allowed))
+    def push(self, token_ids: Sequence[int]) -> Delta:
+        """The next tokens. After a delta with matched_stop the output is over, and later tokens add nothing."""
+        if not self._has_stops:
+            return Delta(self._detokenizer.push(token_ids))
+        pieces = []
+        for count, token_id in enumerate(token_ids, start=1):
+            self._token_count += 1
+            allowed = self._token_count >= self._min_new_tokens
+            text, matched = self._matcher.push(self._detokenizer.push((token_id,)), allowed)
+            pieces.append(text)
+            if matched is not None:
+                return Delta("".join(pieces), matched, count)
+        return Delta("".join(pieces))
 
     def finish(self) -> str:
         """The text still held, at every kind of end. An unfinished character is U+FFFD; no stop string matches."""

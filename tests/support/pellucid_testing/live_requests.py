@@ -54,7 +54,7 @@ class Bench:
 
     def token_of(self, request: LiveRequest, index: int, letter: str, finished: Finished | None = None) -> None:
         (token,) = TOKENIZER.encode(letter, add_special_tokens=False)
-        self.step(Progress(request.sequences[index].key, token, finished, time.monotonic(), 0))
+        self.step(Progress(request.sequences[index].key, [token], finished, time.monotonic(), 0))
 
     def admit(self, request_id: str = "r", **limits: Any) -> LiveRequest:
         limits = {"deadline": None, "time_limit": None, **limits}
@@ -68,11 +68,11 @@ class Bench:
 
     def step(self, *progress: Progress, running: int = 1) -> None:
         snapshot = stats(running=running, step_sequences=len(progress), step_tokens=1, step_phase="decode")
-        self.table.engine_step(StepDone(list(progress), snapshot, time.monotonic()))
+        self.table.engine_step(StepDone(list(progress), snapshot, [time.monotonic()]))
 
     def token(self, request: LiveRequest, letter: str, finished: Finished | None = None) -> None:
         (token,) = TOKENIZER.encode(letter, add_special_tokens=False)
-        self.step(Progress(request.key, token, finished, time.monotonic(), 0))
+        self.step(Progress(request.key, [token], finished, time.monotonic(), 0))
 
     def finished(self) -> dict[str, float]:
         return nonzero(self.metrics.finished)

@@ -104,8 +104,8 @@ class Run:
             if one.prompt_logprobs:
                 assert one.key not in self.scored, "prompt log-probabilities are reported once"
                 self.scored[one.key] = [entry.token_id for entry in one.prompt_logprobs]
-            if one.token is not None:
-                self.outputs.setdefault(one.key, []).append(one.token)
+            if one.tokens:
+                self.outputs.setdefault(one.key, []).extend(one.tokens)
             if one.finished is not None:
                 self.ends.setdefault(one.key, []).append(one.finished.kind)
 

@@ -147,11 +147,13 @@ class _Loop:
         first = count == len(submit.generated)
         return Progress(
             key,
-            token,
+            [] if token is None else [token],
             finished,
             began,
             0,
-            logprob=None if token is None or submit.output_logprobs is None else _scored(token, submit.output_logprobs),
+            logprobs=[]
+            if token is None or submit.output_logprobs is None
+            else [_scored(token, submit.output_logprobs)],
             prompt_logprobs=_prompt_scored(submit) if first else [],
             cached_tokens=min(self._script.cached_tokens, len(submit.prompt) - 1),
         )
@@ -172,7 +174,7 @@ class _Loop:
             step_seconds=seconds,
             step_phase="decode" if progress else "idle",
         )
-        self._connection.send(StepDone(progress, stats, time.monotonic()))
+        self._connection.send(StepDone(progress, stats, [time.monotonic()]))
 
 
 def _scored(token: int, wish: LogprobWish, logprob: float | None = -0.5) -> TokenLogprob:

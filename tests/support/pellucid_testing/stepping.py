@@ -153,10 +153,10 @@ class Stepper:
             self.logits.setdefault(chunk.sequence.request.key, []).extend(own[: len(tokens)].clone())
         for progress in scheduler.complete(step, sampled):
             self.cached[progress.key] = progress.cached_tokens
-            if progress.token is not None:
-                self.tokens.setdefault(progress.key, []).append(progress.token)
-            if progress.logprob is not None:
-                self.logprobs.setdefault(progress.key, []).append(progress.logprob)
+            if progress.tokens:
+                self.tokens.setdefault(progress.key, []).extend(progress.tokens)
+            if progress.logprobs:
+                self.logprobs.setdefault(progress.key, []).extend(progress.logprobs)
             if progress.finished is not None:
                 self.ends[progress.key] = progress.finished.kind
         scheduler.check_integrity()

@@ -8,6 +8,7 @@
 #include "attention_arguments.h"
 #include "linear_arguments.h"
 #include "parallel.h"
+#include "plan_batch.h"
 #include "tables.h"
 
 extern "C" {
@@ -58,24 +59,6 @@ struct LayerPlaces {
 
 constexpr int32_t kBeyondTable = -1;  // beside the attention's Status
 constexpr int kMostLayers = 16;  // as in plan/fusion.py
-
-struct Angles {
-    const float *cos, *sin;
-    int64_t positions;
-};
-
-struct Batch {
-    int64_t rows[2];  // of each phase
-    float* arena[2];
-    float* logits;
-    const int64_t *tokens, *positions, *sampled_rows;
-    const int32_t *positions32, *row_sequence, *block_tables;
-    const int32_t* const* windows;
-    const int32_t *sinks, *sink_query_positions;
-    const Angles* angles;
-    int64_t sequences, table_width;
-    int32_t threads;
-};
 
 class Step {
 public:

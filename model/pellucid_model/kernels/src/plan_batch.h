@@ -1,0 +1,27 @@
+// What one step of a plan is given: its rows, where their numbers lie, and the memory it computes in.
+#pragma once
+
+#include <cstdint>
+
+namespace pellucid {
+
+struct Angles {
+    const float *cos, *sin;
+    int64_t positions;
+};
+
+// Mirrors plan/native.py. Types and meanings as in `paged_attention`.
+struct Batch {
+    int64_t rows[2];  // of each phase
+    float* arena[2];
+    float* logits;
+    const int64_t *tokens, *positions, *sampled_rows;
+    const int32_t *positions32, *row_sequence, *block_tables;
+    const int32_t* const* windows;
+    const int32_t *sinks, *sink_query_positions;
+    const Angles* angles;
+    int64_t sequences, table_width;
+    int32_t threads;
+};
+
+}  // namespace pellucid

@@ -1,0 +1,87 @@
+// Several steps of a plan in a row: each samples a token for every sequence and is followed by one that computes it,
+// without a word to Python in between. It ends early where Python has something to decide.
+#include <poll.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdint>
+
+#include "plan_batch.h"
+#include "sampler_row.h"
+
+extern "C" {
+int32_t pellucid_run_plan(const void* instructions, int64_t count, const pellucid::Batch* batch);
+void pellucid_sample(const float* logits, int64_t rows, int64_t stride, int64_t vocab, const void* settings,
+                     const int32_t* banned_ids, int threads, int32_t* out);
+}
+
+namespace pellucid {
+namespace {
+
+// Mirrors plan/native.py. S sequences, one row each; the arrays that move on are the batch's own.
+struct Steps {
+    int64_t most;            // at least 1
+    int64_t vocab;           // ids that may be sampled
+    int64_t stride;          // of logits
+    Row* settings;           // [S], whose output_index moves on
+    const int32_t* end_ids;  // sequence i ends with end_ids[end_begins[i], end_begins[i + 1])
+    const int32_t* end_begins;      // [S + 1]
+    const int32_t* spans;           // [S] tokens that a rolling window and its sinks hold, 0: none; or null
+    int64_t *tokens, *positions;    // [S]
+    int32_t *positions32, *sink_query_positions;  // [S]; the latter null without spans
+    double until;                   // no step begins after this moment of the monotonic clock
+    int32_t descriptor;             // or when this can be read; -1: none
+    int32_t* sampled;               // [most, S] -> ids, -1 where there is no answer
+    double* ended;                  // [most] -> when each step had sampled
+    int64_t done;                   // -> steps
+};
+
+double monotonic_seconds() {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+bool is_readable(int32_t descriptor) {
+    pollfd asked{descriptor, POLLIN, 0};
+    return descriptor >= 0 && poll(&asked, 1, 0) != 0;
+}
+
+bool ends_a_sequence(const Steps& steps, const int32_t* sampled, int64_t sequences) {
+    for (int64_t i = 0; i < sequences; ++i) {
+        const int32_t *first = steps.end_ids + steps.end_begins[i], *last = steps.end_ids + steps.end_begins[i + 1];
+        if (sampled[i] < 0 || std::find(first, last, sampled[i]) != last) return true;
+    }
+    return false;
+}
+
+void move_on(const Steps& steps, const int32_t* sampled, int64_t sequences) {
+    for (int64_t i = 0; i < sequences; ++i) {
+        steps.tokens[i] = sampled[i];
+        const int32_t position = ++steps.positions32[i];
+        steps.positions[i] = position;
+        steps.settings[i].output_index++;
+        if (steps.spans)
+            steps.sink_query_positions[i] = steps.spans[i] > 0 ? std::min(position, steps.spans[i] - 1) : position;
+    }
+}
+
+}  // namespace
+}  // namespace pellucid
+
+// The batch: one row for each sequence, each of which needs logits. Returns pellucid_run_plan's status.
+extern "C" int32_t pellucid_run_steps(const void* instructions, int64_t count, const pellucid::Batch* batch,
+                                      pellucid::Steps* steps) {
+    const int64_t sequences = batch->sequences;
+    for (steps->done = 0; steps->done < steps->most;) {
+        const int32_t status = pellucid_run_plan(instructions, count, batch);
+        if (status != 0) return status;
+        int32_t* sampled = steps->sampled + steps->done * sequences;
+        pellucid_sample(batch->logits, sequences, steps->stride, steps->vocab, steps->settings, nullptr, batch->threads,
+                        sampled);
+        const double now = pellucid::monotonic_seconds();
+        steps->ended[steps->done++] = now;
+        if (now >= steps->until || pellucid::ends_a_sequence(*steps, sampled, sequences)) break;
+        if (pellucid::is_readable(steps->descriptor)) break;
+        pellucid::move_on(*steps, sampled, sequences);
+    }
+    return 0;
+}

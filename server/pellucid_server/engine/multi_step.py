@@ -1,0 +1,49 @@
+"""Several steps in a row without a word to Python in between: how many, and what ends them early.
+
+As long as nobody joins and nobody leaves, the next step of a batch that decodes is known before this one has run: the
+same sequences, each one token further. In: the chunks of such a step. Out: how often it may be run, and the blocks for
+it. The tokens are those of as many single steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pellucid_server.engine.block_tables import BlockTables
+from pellucid_server.engine.sequence import Chunk
+
+MOST_STEPS = 32
+"""In a row. By then what Python does around them is no longer felt."""
+
+
+@dataclass(frozen=True)
+class Interruption:
+    """What ends steps in a row, beside the end of a sequence."""
+
+    until: float
+    """Seconds of the monotonic clock. The step that runs at that moment is the last."""
+    descriptor: int = -1
+    """Of a file: once it can be read, the step that runs is the last."""
+
+
+def steps_in_a_row(chunks: Sequence[Chunk], tables: BlockTables, most: int) -> int:
+    """How many steps, at most `most`, need no decision in between; allocates their blocks.
+
+    More than one only where every sequence decodes, and nobody is to be told of each token at once.
+    """
+    for chunk in chunks:
+        if most == 1 or not _decodes(chunk):
+            return 1
+        most = min(most, chunk.tokens_left)
+    for chunk in chunks:
+        most = min(most, tables.room(chunk.sequence))
+        tables.allocate(chunk.sequence, chunk.start + most)
+    return most
+
+
+def _decodes(chunk: Chunk) -> bool:
+    """First tokens are told at once, and what follows a draft is not known yet."""
+    sequence = chunk.sequence
+    plain = chunk.samples and chunk.count == 1 and not chunk.draft and not chunk.scored
+    return plain and sequence.output_count > 0 and not sequence.request.at_once
