@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -168,18 +168,18 @@ class Witness:
         private: Any = frontend
         self.table = private._table
         accounts = self.table._accounts
-        self._token, self._ended = accounts.token, accounts.ended
-        accounts.token, accounts.ended = self.count_token, self.count_end
+        self._tokens, self._ended = accounts.tokens, accounts.ended
+        accounts.tokens, accounts.ended = self.count_tokens, self.count_end
 
     @property
     def is_busy(self) -> bool:
         """Whether a request lives or a block is taken."""
         return bool(self.table.running_count or self.table.waiting_count or self.table.stats.used_blocks)
 
-    def count_token(self, request: LiveRequest, sequence: LiveSequence, at: float) -> None:
-        if request.deadline is not None and at > request.deadline:
-            self.tokens_after_deadline[request.key] += 1
-        self._token(request, sequence, at)
+    def count_tokens(self, request: LiveRequest, sequence: LiveSequence, times: Sequence[float]) -> None:
+        if request.deadline is not None:
+            self.tokens_after_deadline[request.key] += sum(at > request.deadline for at in times)
+        self._tokens(request, sequence, times)
 
     def count_end(self, request: LiveRequest, end: End) -> None:
         self.ended.append((request, end))

@@ -269,12 +269,13 @@ def test_nothing_gathers_over_hundreds_of_requests(wide: ServerProcess) -> None:
     def traffic(count: int) -> tuple[list[int], dict[str, float]]:
         """Files and threads of both processes, and all metrics, after so many requests."""
         for index in range(count):
-            fields: dict[str, Any] = {"request_id": f"{count} {index}", "stopping": {"max_new_tokens": 200}}
+            fields: dict[str, Any] = {"request_id": f"{count} {index}", "stopping": {"max_new_tokens": 500}}
             match index % 10:
                 case 0:
                     assert refused(channel, [64 + index], **fields).code == "INVALID_ARGUMENT"
                 case 1 | 2:
-                    call = Stub(channel).Generate(request([index % 64], **fields), timeout=20)
+                    slowly = {"min_tokens_per_message": 1}
+                    call = Stub(channel).Generate(request([index % 64], **fields, output=slowly), timeout=20)
                     if index % 4:
                         next(call)
                     call.cancel()

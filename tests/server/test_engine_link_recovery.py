@@ -41,6 +41,7 @@ def options(index: int) -> dict[str, Any]:
     return {
         "sampling": {"temperature": float(index % 2), "seed": index},
         "stopping": {"max_new_tokens": TOKENS + index, "ignore_eos": True, "stop_strings": ["never seen"]},
+        "output": {"min_tokens_per_message": 1},  # so that none is over before the engine is killed
     }
 
 

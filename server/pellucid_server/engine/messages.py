@@ -7,7 +7,6 @@ Times are seconds of the system-wide monotonic clock (time.monotonic()), which b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import pairwise
 from typing import Literal
 
@@ -208,7 +207,7 @@ class Progress(msgspec.Struct, frozen=True, array_like=True, gc=False):
     first_scheduled_at: float | None
     """When the first step that worked on the sequence began; None where there was none."""
     preemptions: int
-    logprobs: Sequence[TokenLogprob] = ()
+    logprobs: list[TokenLogprob] = []
     """Of each of `tokens`, where the request asked for them."""
     prompt_logprobs: list[TokenLogprob] = []
     """Of the prompt tokens from `prompt_logprobs.start` on, all at once, not later than the first token."""

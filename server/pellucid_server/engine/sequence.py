@@ -118,7 +118,7 @@ class SequenceState:
         return (*self.request.eos_ids, *self.request.stop_ids)
 
     def progress(
-        self, tokens: list[int], finished: Finished | None = None, logprobs: Sequence[TokenLogprob] = ()
+        self, tokens: list[int], finished: Finished | None = None, logprobs: list[TokenLogprob] | None = None
     ) -> Progress:
         """What to report now; a prompt's log-probabilities go with it once they are complete."""
         due: list[TokenLogprob] = []
@@ -130,7 +130,7 @@ class SequenceState:
             finished=finished,
             first_scheduled_at=self.first_scheduled_at,
             preemptions=self.preemptions,
-            logprobs=logprobs,
+            logprobs=logprobs or [],
             prompt_logprobs=due,
             cached_tokens=self.cached_tokens,
         )

@@ -23,7 +23,7 @@ void pellucid_layer_norm(const float* x, const float* weight, const float* bias,
 namespace pellucid {
 namespace {
 
-// Mirrors plan/native.py.
+// Mirrors plan/instructions.py.
 enum Kind : int32_t {
     kGather, kSelect, kCopy, kRearrange, kCombine, kReduce, kLinear, kNormalize, kActivate, kAttention
 };
