@@ -49,6 +49,7 @@ class LinearArguments(ctypes.Structure):
         ("norm_epsilon", c_float),
         *((name, c_int32) for name in ("norm", "format", "threads")),
         ("next", c_void_p),
+        ("reading", c_void_p),
     )
 
 

@@ -5,6 +5,8 @@
 
 namespace pellucid {
 
+class CacheReading;
+
 enum WeightFormat : int32_t { kFloat32, kBfloat16, kInt8, kInt4 };
 enum Norm : int32_t { kNoNorm, kRmsNorm, kLayerNorm };
 enum ActivationKind : int32_t { kNoActivation, kRelu, kGelu, kGeluTanh, kSilu };
@@ -31,6 +33,7 @@ struct LinearArguments {
     int32_t format;  // of all their weights
     int32_t threads;
     const LinearArguments* next;  // the operator whose weights are read after this one's, or null
+    CacheReading* reading;        // of each thread, what it fetches of the cache meanwhile; or null
 };
 
 }  // namespace pellucid

@@ -21,18 +21,23 @@ PELLUCID_INLINE const Weight* vector_of(const std::byte* panel, int64_t panel_by
     return reinterpret_cast<const Weight*>(panel + (v / 2) * panel_bytes) + offset;
 }
 
-// What a tile fetches into the cache while it is multiplied, so that memory works at the same time: `weights`, as many
-// bytes as its own shifted right. Tiles two panels wide fetch nothing: they read as fast as memory gives.
+// What a tile fetches while it is multiplied, so that memory works at the same time: weights into the nearest cache, and
+// keys and values into the next one; of each as many bytes as the tile's own weights shifted right. Tiles two panels wide
+// fetch nothing: they read as fast as memory gives.
 struct Ahead {
-    static constexpr int kNothing = 63;  // as shift: `weights` over and over, which are there
+    static constexpr int kNothing = 63;  // as shift: the same line over and over, which is there
 
     const std::byte* weights;
     int shift;
+    const std::byte* cached;
+    int cached_shift;
 
     // To be called for each vector of weights that is read, with its distance from the tile's first one, in bytes.
     template <int Vectors>
     PELLUCID_INLINE void fetch(int64_t distance) const {
-        if (Vectors <= 2) prefetch(weights + (distance >> shift));
+        if (Vectors > 2) return;
+        prefetch(weights + (distance >> shift));
+        prefetch_to_l2(cached + (distance >> cached_shift));
     }
 };
 
@@ -40,6 +45,7 @@ struct Float32Format {
     using Left = float;
     using Number = float;
     static constexpr int kPack = 1;  // numbers that one step of a chain takes
+    static constexpr int kCachedShift = 3;
     static constexpr int kRows = kTileRows, kWideRows = kWideTileRows;
     static constexpr bool kTakesFloats = true;  // no need to prepare rows
 
@@ -81,6 +87,7 @@ struct Float32Format {
 struct Bfloat16Format {
     using Number = bf16;
     static constexpr int kPack = 2;
+    static constexpr int kCachedShift = 3;
 #if defined(__AVX512BF16__)
     using Left = bf16;
     static void round(Left* to, float x) { *to = to_bf16(x); }

@@ -4,8 +4,10 @@
 // that needs logits. Arenas are laid out in numbers per row, so that a buffer begins at start * rows. The operators are
 // those that Python calls one by one, and so are their results.
 #include <cstring>
+#include <vector>
 
-#include "attention_arguments.h"
+#include "attention_cache.h"
+#include "cache_reading.h"
 #include "linear_arguments.h"
 #include "parallel.h"
 #include "plan_batch.h"
@@ -64,7 +66,7 @@ class Step {
 public:
     Step(const Batch& batch, const Instruction* end) : batch_(batch), end_(end) {}
 
-    int32_t run(const Instruction& i) const {
+    int32_t run(const Instruction& i) {
         const int64_t rows = batch_.rows[i.out.phase];
         switch (i.kind) {
             case kGather: return gather(i, rows);
@@ -80,7 +82,7 @@ public:
             case kLinear: linear(i); break;
             case kNormalize: normalize(i, rows); break;
             case kActivate: activate(i, rows); break;
-            case kAttention: return attention(i, rows);
+            case kAttention: return attention(i);
         }
         return kOk;
     }
@@ -173,7 +175,7 @@ private:
         return arguments;
     }
 
-    void linear(const Instruction& i) const {
+    void linear(const Instruction& i) {
         LinearArguments arguments = linear_arguments(i), next;
         const auto* places = static_cast<const LayerPlaces*>(i.second);
         LinearLayer layers[kMostLayers];
@@ -184,6 +186,7 @@ private:
         }
         arguments.x = at(i.a, 0);
         arguments.layers = layers;
+        arguments.reading = reading_before(&i);
         const Instruction* following = &i + 1;
         while (following < end_ && following->kind != kLinear) ++following;
         if (following < end_) {
@@ -212,7 +215,49 @@ private:
         each_row(rows, 8 * i.out.width, [&](int64_t row) { call(at(i.a, row), at(i.out, row), i.out.width, 1); });
     }
 
-    int32_t attention(const Instruction& i, int64_t rows) const {
+    // What each thread is going to read of the cache in the attention that comes next; null where that is not worth
+    // fetching beforehand: of few rows the weights take memory all its time, and of long contexts little would be kept.
+    CacheReading* reading_before(const Instruction* i) {
+        if (batch_.rows[0] != batch_.sequences || batch_.rows[0] < kRowsForReading) return nullptr;
+        while (i < end_ && i->kind != kAttention) ++i;
+        if (i != reading_for_) {
+            reading_for_ = i;
+            readings_.clear();
+            if (i < end_) begin_reading(attention_arguments(*i));
+        }
+        return readings_.empty() ? nullptr : readings_.data();
+    }
+
+    void begin_reading(const Arguments& a) {
+        switch (a.cache_format) {
+            case kFloat32Cache: return begin_reading<Float32Format>(a);
+            case kBfloat16Cache: return begin_reading<Bfloat16Format>(a);
+            case kInt8Cache: return begin_reading<Int8Cache>(a);
+        }
+    }
+
+    template <class Format>
+    void begin_reading(const Arguments& a) {
+        constexpr int64_t kNumber = sizeof(typename Format::Number);
+        const HeadLayout<Format> layout(a.head_dim, a.block_size);
+        CachedRows rows{static_cast<const std::byte*>(a.k_cache), static_cast<const std::byte*>(a.v_cache),
+                        a.block_stride * kNumber, layout.stride * kNumber, a.kv_heads, a.block_size, layout.granule,
+                        a.positions, a.row_sequence, a.block_tables, a.window, a.table_width, 0, a.rows};
+        if (rows.bytes() > kMostReadBytes * a.threads) return;
+        readings_.resize(a.threads);
+        for (int worker = 0; worker < a.threads; ++worker) {  // as attention shares them out: the last rows first
+            rows.row = a.rows - first_unit(worker + 1, a.rows, a.threads);
+            rows.end = a.rows - first_unit(worker, a.rows, a.threads);
+            readings_[worker] = CacheReading(rows);
+        }
+    }
+
+    int32_t attention(const Instruction& i) const {
+        Arguments a = attention_arguments(i);
+        return pellucid_paged_attention(&a);
+    }
+
+    Arguments attention_arguments(const Instruction& i) const {
         Arguments a = *static_cast<const Arguments*>(i.first);
         a.q = at(i.a, 0);
         a.k = i.variant ? at(i.b, 0) : nullptr;
@@ -221,7 +266,7 @@ private:
         a.q_stride = i.a.stride;
         a.k_stride = i.b.stride;
         a.v_stride = i.c.stride;
-        a.rows = rows;
+        a.rows = batch_.rows[i.out.phase];
         a.row_sequence = batch_.row_sequence;
         a.positions = batch_.positions32;
         a.block_tables = batch_.block_tables;
@@ -238,11 +283,16 @@ private:
             a.rotary_positions = batch_.angles[i.rotary].positions;
         }
         a.threads = batch_.threads;
-        return pellucid_paged_attention(&a);
+        return a;
     }
+
+    static constexpr int64_t kRowsForReading = 17;
+    static constexpr int64_t kMostReadBytes = 4 << 20;  // of a thread
 
     const Batch& batch_;
     const Instruction* const end_;
+    const Instruction* reading_for_ = nullptr;  // the attention that `readings_` is of
+    std::vector<CacheReading> readings_;        // of each thread
 };
 
 }  // namespace
@@ -251,7 +301,7 @@ private:
 // Returns kBeyondTable or the attention's Status; anything but kOk stops the step there.
 extern "C" int32_t pellucid_run_plan(const pellucid::Instruction* instructions, int64_t count,
                                      const pellucid::Batch* batch) {
-    const pellucid::Step step(*batch, instructions + count);
+    pellucid::Step step(*batch, instructions + count);
     for (int64_t i = 0; i < count; ++i)
         if (const int32_t status = step.run(instructions[i]); status != pellucid::kOk) return status;
     return pellucid::kOk;

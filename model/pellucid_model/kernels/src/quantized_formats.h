@@ -77,6 +77,7 @@ PELLUCID_INLINE void add_products(const Left* x, int64_t x_stride, int k, const 
 
 struct Int8Format {
     static constexpr int kGroup = 64;
+    static constexpr int kCachedShift = 3;
     using Left = ActivationGroup<kGroup, int32_t>;
     static constexpr int kRows = kIntegerTileRows, kWideRows = kWideIntegerTileRows;
     static constexpr bool kTakesFloats = false;
@@ -127,6 +128,7 @@ struct Int8Format {
 
 struct Int4Format {
     static constexpr int kGroup = 32;
+    static constexpr int kCachedShift = 2;
     using Left = ActivationGroup<kGroup, float>;
     static constexpr int kRows = std::max(kIntegerTileRows - 1, 1), kWideRows = std::max(kWideIntegerTileRows - 1, 1);
     static constexpr bool kTakesFloats = false;
