@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+import socket
+import time
+from array import array
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -12,12 +18,14 @@ from torch import Tensor, nn
 
 from pellucid_model.config import DecoderConfig
 from pellucid_model.contract import Attend
-from pellucid_model.kernels import NativeKernels, accelerate
+from pellucid_model.kernels import NativeKernels, accelerate, library
 from pellucid_model.kernels.interface import WeightFormat
-from pellucid_model.kernels.plan import Plan, fuse, record
+from pellucid_model.kernels.plan import Plan, PlanBatch, StepSampling, fuse, record
 from pellucid_model.kernels.plan.program import Combine
+from pellucid_server.engine.messages import Sampling
+from pellucid_server.engine.sampler import Sampler, SamplerRow, pack_rows
 from pellucid_testing.checkpoints import tiny_config, tiny_model
-from pellucid_testing.plans import VARIANTS, Odd, Paged, assert_same, batch_of, needs_kernels
+from pellucid_testing.plans import BLOCK, BLOCKS, VARIANTS, Odd, Paged, assert_same, batch_of, needs_kernels
 
 
 @needs_kernels
@@ -161,15 +169,15 @@ def test_a_position_beyond_its_table_is_an_error() -> None:
         plan.run(replace(batch, positions=torch.as_tensor(batch.positions) + 298))
 
 
-@needs_kernels
-def tiny_plan() -> Plan:
-    kernels, model = NativeKernels(VARIANTS[0]), tiny_model()
+def tiny_plan(**changes: Any) -> Plan:
+    kernels, model = NativeKernels(VARIANTS[0]), tiny_model(tiny_config(**changes))
     accelerate(model, kernels, "float32")
     program = record(model, model)
     fuse(program)
     return Plan(program, kernels, Paged(kernels, [(2, 12)] * 2, torch.float32).layers)
 
 
+@needs_kernels
 def test_more_rows_of_the_same_step() -> None:
     """Prompts are scored by the logits of all their rows, after those that are sampled."""
     plan = tiny_plan()
@@ -180,6 +188,7 @@ def test_more_rows_of_the_same_step() -> None:
     assert plan.run(replace(batch, sampled_rows=torch.empty(0, dtype=torch.int64))).shape == (0, sampled.shape[1])
 
 
+@needs_kernels
 def test_logits_take_the_same_memory_in_every_step() -> None:
     plan = tiny_plan()
     large, small = batch_of(plan, (0, 0), (9, 3)), batch_of(plan, (0, 0), (2, 1))
@@ -191,3 +200,114 @@ def test_logits_take_the_same_memory_in_every_step() -> None:
     assert torch.equal(again, expected)
     rows = torch.cat([torch.as_tensor(large.sampled_rows)] * 20)
     assert torch.equal(plan.run(replace(large, sampled_rows=rows)), expected.repeat(20, 1))
+
+
+# ---- Several steps in a row ----
+
+VOCABULARY = tiny_config().vocab_size - 7
+"""The model knows some ids more, which may not be sampled."""
+SETTINGS = [Sampling(0.0, 0, 1.0, 0.0, 0), Sampling(3.0, 40, 1.0, 0.0, 7)]
+PROMPTS = (9, 3)
+"""Tokens of the two sequences before the first of the steps."""
+
+
+def decode(plan: Plan, tokens: list[int], ahead: int) -> PlanBatch:
+    """One row for each sequence, `ahead` steps behind the prompts."""
+    batch = batch_of(plan, [length + ahead for length in PROMPTS], (1, 1))
+    return replace(batch, tokens=torch.tensor(tokens))
+
+
+def single_steps(plan: Plan, count: int) -> tuple[list[int], Tensor]:
+    """Sampled ids [count * 2], and the logits of the last step."""
+    plan.run(batch_of(plan, (0, 0), PROMPTS))
+    sampler = Sampler(VOCABULARY, library.load_library())
+    tokens, sampled = [5, 6], []
+    for ahead in range(count):
+        logits = plan.run(decode(plan, tokens, ahead))
+        drawn = sampler.sample(logits, [SamplerRow(each, (), 3 + ahead) for each in SETTINGS])
+        tokens = [token for token in drawn if token is not None]
+        sampled += tokens
+    return sampled, logits.clone()
+
+
+def steps_in_a_row(plan: Plan, **changes: Any) -> tuple[list[int], list[float], Tensor]:
+    """The same in one call."""
+    plan.run(batch_of(plan, (0, 0), PROMPTS))
+    values: dict[str, Any] = {
+        "most": 12,
+        "vocab_size": VOCABULARY,
+        "settings": pack_rows([SamplerRow(each, (), 3) for each in SETTINGS], array("i")),
+        "end_ids": array("i"),
+        "end_begins": array("i", [0, 0, 0]),
+        "until": math.inf,
+        "descriptor": -1,
+    }
+    sampled, ended, logits = plan.run_steps(decode(plan, [5, 6], 0), StepSampling(**(values | changes)))
+    return sampled.tolist(), ended.tolist(), logits.clone()
+
+
+@needs_kernels
+@pytest.mark.parametrize("changes", [{}, {"position": "learned"}, {"position": "alibi", "windows": (5, 9)}], ids=str)
+def test_steps_in_a_row_are_single_steps(changes: dict[str, Any]) -> None:
+    one_by_one, at_once = tiny_plan(**changes), tiny_plan(**changes)
+    expected, last = single_steps(one_by_one, 12)
+    began = time.monotonic()
+    sampled, ended, logits = steps_in_a_row(at_once)
+    assert sampled == expected
+    assert len(set(expected[::2])) > 3
+    assert torch.equal(logits, last)
+    moments = [began, *ended, time.monotonic()]
+    assert moments == sorted(moments)
+    assert len(ended) == 12
+    assert all(map(torch.equal, itertools.chain(*one_by_one._caches), itertools.chain(*at_once._caches)))
+
+
+@needs_kernels
+def test_what_ends_steps_in_a_row_ends_them_after_the_step_that_runs() -> None:
+    expected, _ = single_steps(tiny_plan(), 12)
+    first, second = expected[::2], expected[1::2]
+    place = next(i for i in range(2, 10) if second[i] not in second[:i])
+    ends = array("i", [1000, second[place]])
+    assert steps_in_a_row(tiny_plan(), until=time.monotonic())[0] == expected[:2]
+    assert steps_in_a_row(tiny_plan(), most=5)[0] == expected[:10]
+    # The token ends the sequence whose own it is, and not the other.
+    own = steps_in_a_row(tiny_plan(), end_ids=ends, end_begins=array("i", [0, 0, 2]))
+    assert own[0] == expected[: 2 * (place + 1)]
+    other = steps_in_a_row(tiny_plan(), end_ids=ends, end_begins=array("i", [0, 2, 2]))
+    assert other[0] == (expected[: 2 * (first.index(ends[1]) + 1)] if ends[1] in first else expected)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        assert steps_in_a_row(tiny_plan(), descriptor=ours.fileno())[0] == expected
+        theirs.send(b"x")
+        assert steps_in_a_row(tiny_plan(), descriptor=ours.fileno())[0] == expected[:2]
+
+
+@needs_kernels
+def test_a_message_in_the_middle_ends_steps_in_a_row() -> None:
+    """There are more of them than anybody would wait for: they go round and round in the few blocks of a window."""
+    plan, most = tiny_plan(position="none", windows=(5, 9)), 1_000_000
+    table = torch.arange(BLOCKS // 2, dtype=torch.int32).repeat(most // BLOCK // (BLOCKS // 2) + 2)
+    batch = replace(
+        batch_of(plan, (0, 0), (1, 1)),
+        block_tables=torch.cat((table, table + BLOCKS // 2)),
+        table_width=len(table),
+    )
+    sampling = StepSampling(
+        most=most,
+        vocab_size=VOCABULARY,
+        settings=pack_rows([SamplerRow(each, (), 0) for each in SETTINGS], array("i")),
+        end_ids=array("i"),
+        end_begins=array("i", [0, 0, 0]),
+        until=math.inf,
+        descriptor=-1,
+    )
+    ours, theirs = socket.socketpair()
+    with ours, theirs, ThreadPoolExecutor(1) as thread:
+        running = thread.submit(plan.run_steps, batch, replace(sampling, descriptor=ours.fileno()))
+        while int(batch.positions[0]) < 3:  # it moves on in place
+            time.sleep(0)
+        theirs.send(b"x")
+        sampled, ended, _ = running.result()
+    assert 3 <= len(ended) < most
+    assert len(sampled) == 2 * len(ended)
+    assert int(batch.positions[1]) == len(ended) - 1

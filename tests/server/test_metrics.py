@@ -137,6 +137,22 @@ def test_idle_messages_are_no_steps() -> None:
     assert registry.get_sample_value("pellucid_step_batch_size_count", {"model_name": "m"}) == 0
 
 
+def test_steps_in_a_row_are_steps() -> None:
+    registry = CollectorRegistry()
+    engine = EngineMetrics(registry, "m")
+    engine.ready(READY, "v")
+    values = stats(step_sequences=3, step_tokens=3, step_seconds=0.5, step_phase="decode")
+    engine.step(StepDone([], values, [10.0, 10.25, 11.25, 13.25]), 1.0)
+
+    def sample(name: str, **labels: str) -> float | None:
+        return registry.get_sample_value(f"pellucid_{name}", {"model_name": "m", **labels})
+
+    assert sample("engine_step_duration_seconds_count", phase="decode") == 4
+    assert sample("engine_step_duration_seconds_sum", phase="decode") == 0.5 + 0.25 + 1.0 + 2.0
+    assert (sample("step_batch_size_count"), sample("step_batch_size_sum")) == (4, 12)
+    assert (sample("step_tokens_count"), sample("step_tokens_sum")) == (4, 12)
+
+
 def test_every_call_is_counted_once(server: ServerProcess) -> None:
     before = server.metrics()
     channel = server.channel()

@@ -18,6 +18,7 @@ from pellucid_server.engine.messages import (
     LogprobWish,
     Progress,
     Sampling,
+    StepDone,
     Submit,
     TokenLogprob,
 )
@@ -26,6 +27,7 @@ from pellucid_server.rpc.messages import delta
 from pellucid_server.served import DefaultSampling, ServedModel
 from pellucid_server.text.stream import Delta, TextStream
 from pellucid_testing.live_requests import TOKENIZER, Bench
+from pellucid_testing.stats import stats
 
 MODEL = ServedModel(
     name="m",
@@ -169,15 +171,129 @@ async def test_a_step_may_bring_several_tokens() -> None:
     ids = TOKENIZER.encode("abcde", add_special_tokens=False)
     bench.step(Progress(request.key, [ids[0]], None, 1.0, 0))
     ended = Finished("max_new_tokens")
-    bench.step(*(Progress(request.key, [token], ended if token == ids[-1] else None, 1.0, 0) for token in ids[1:]))
+    bench.step(Progress(request.key, ids[1:], ended, 1.0, 0))
     assert request.sequences[0].generated == ids[:4]
     assert request.end is not None
     assert request.end.reason == "stop_string"
-    assert bench.engine.aborted == [request.key]
+    assert bench.engine.aborted == [], "the engine has ended it"
     (output,) = request.outbox.take().outputs.values()
     assert (output.token_ids, output.text, output.token_count) == (ids[:4], "ab", 4)
-    name = "pellucid_inter_token_latency_seconds_count"
-    assert bench.metrics.registry.get_sample_value(name, {"model_name": "m"}) == 1
+    assert bench.sample("pellucid_inter_token_latency_seconds_count") == 1
+
+
+# ---- Reports of several steps ----
+
+
+def report(bench: Bench, at: Sequence[float], *progress: Progress) -> None:
+    """What steps in a row brought that ended `at` these moments."""
+    snapshot = stats(running=1, step_sequences=len(progress), step_tokens=1, step_phase="decode")
+    bench.table.engine_step(StepDone(list(progress), snapshot, list(at)))
+
+
+def gaps(bench: Bench) -> tuple[float | None, float | None]:
+    """Count and sum of the gaps between tokens."""
+    name = "pellucid_inter_token_latency_seconds"
+    return bench.sample(f"{name}_count"), bench.sample(f"{name}_sum")
+
+
+def ids_of(letters: str) -> list[int]:
+    return TOKENIZER.encode(letters, add_special_tokens=False)
+
+
+def scored(ids: Sequence[int]) -> list[TokenLogprob]:
+    return [TokenLogprob(token, -0.5, place) for place, token in enumerate(ids, start=1)]
+
+
+async def test_each_step_of_a_report_has_its_own_moment() -> None:
+    bench = Bench()
+    request, other = bench.start(), bench.start("other")
+    begin = request.admitted_at
+    report(bench, [begin + 2.0], Progress(request.key, ids_of("a"), None, begin + 1.0, 0))
+    times = [begin + 2.5, begin + 3.5, begin + 5.5]
+    report(bench, times, *(Progress(one.key, ids_of("bcd"), None, begin + 1.0, 0) for one in (request, other)))
+    (count, total), sequence = gaps(bench), request.sequences[0]
+    assert count == 3 + 2, "the first token of the other one follows nothing"
+    assert total == pytest.approx(3.5 + 3.0)
+    assert bench.sample("pellucid_time_to_first_token_seconds_count") == 2
+    late = other.admitted_at - begin
+    assert bench.sample("pellucid_time_to_first_token_seconds_sum") == pytest.approx(2.0 + 2.5 - late)
+    assert (sequence.first_token_at, sequence.last_token_at) == (begin + 2.0, begin + 5.5)
+    assert (other.first_token_at, other.last_token_at) == (times[0], times[-1])
+    assert bench.metrics.generated_token_count == 7
+    ended = Finished("max_new_tokens")
+    report(bench, [begin + 6.5, begin + 7.0], Progress(request.key, ids_of("ef"), ended, begin + 1.0, 0))
+    assert request.end is not None
+    assert request.end.at == begin + 7.0
+    output = request.outbox.take().outputs[0]
+    assert (output.token_ids, output.text, output.token_count) == (ids_of("abcdef"), "abcdef", 6)
+    assert bench.sample("pellucid_request_time_per_output_token_seconds_sum") == pytest.approx(5.0 / 5)
+    assert bench.sample("pellucid_request_decode_time_seconds_sum") == pytest.approx(5.0)
+
+
+@pytest.mark.parametrize("finished", [None, Finished("max_new_tokens"), Finished("eos", 2), Finished("non_finite")])
+async def test_a_stop_string_in_the_middle_of_a_report_drops_what_follows(finished: Finished | None) -> None:
+    bench = Bench()
+    request = bench.start(stops=("cd",))
+    begin, letters = request.admitted_at, ids_of("abcdef")
+    report(bench, [begin + 1.0], Progress(request.key, letters[:1], None, begin, 0, scored(letters[:1])))
+    tokens = letters[1:] + ([2] if finished and finished.kind == "eos" else [])
+    moments = [begin + 2.0, begin + 4.0, begin + 8.0, begin + 16.0, begin + 32.0, begin + 64.0]
+    steps = len(tokens) + (finished is not None and finished.kind == "non_finite")
+    report(bench, moments[:steps], Progress(request.key, tokens, finished, begin, 0, scored(tokens)))
+    assert request.end is not None
+    assert (request.end.reason, request.end.matched_stop_string, request.end.at) == ("stop_string", "cd", begin + 8.0)
+    assert request.end.error is None
+    assert request.sequences[0].generated == letters[:4]
+    assert bench.engine.aborted == ([request.key] if finished is None else [])
+    assert bench.finished() == {"stop_string": 1}
+    assert bench.sample("pellucid_non_finite_logits_total") == 0
+    output = request.outbox.take().outputs[0]
+    assert (output.token_ids, output.text, output.token_count) == (letters[:4], "ab", 4)
+    assert [each.token_id for each in output.logprobs] == letters[:4]
+    count, total = gaps(bench)
+    assert count == 3
+    assert total == pytest.approx(7.0)
+    assert bench.metrics.generated_token_count == 4
+
+
+async def test_the_end_of_a_report_is_that_of_its_last_step() -> None:
+    """A token that ends the output has no text; a step without a token has no gap."""
+    bench = Bench()
+    spoken, broken = bench.start("spoken", stops=("abcx",)), bench.start("broken")
+    begin = spoken.admitted_at
+    for request in (spoken, broken):
+        report(bench, [begin + 1.0], Progress(request.key, ids_of("a"), None, begin, 0))
+    report(
+        bench,
+        [begin + 2.0, begin + 4.0, begin + 8.0],
+        Progress(spoken.key, ids_of("bcz"), Finished("stop_token", ids_of("z")[0]), begin, 0),
+        Progress(broken.key, ids_of("bc"), Finished("non_finite"), begin, 0),
+    )
+    assert spoken.end is not None
+    assert (spoken.end.reason, spoken.end.at) == ("stop_token", begin + 8.0)
+    assert [spoken.end.matched_token_id] == ids_of("z")
+    output = spoken.outbox.take().outputs[0]
+    assert (output.token_ids, output.text) == (ids_of("abcz"), "abc")
+    assert isinstance(broken.end and broken.end.error, errors.NonFiniteLogits)
+    assert broken.last_token_at == begin + 4.0
+    count, total = gaps(bench)
+    assert count == 3 + 2
+    assert total == pytest.approx(7.0 + 3.0)
+
+
+async def test_tokens_of_one_moment_have_no_gap_between_them() -> None:
+    """A draft that came true: one step, several tokens."""
+    bench = Bench()
+    request = bench.start()
+    begin = request.admitted_at
+    report(bench, [begin + 1.0], Progress(request.key, ids_of("a"), None, begin, 0))
+    report(bench, [begin + 3.0], Progress(request.key, ids_of("bcd"), None, begin, 0))
+    report(bench, [begin + 4.0], Progress(request.key, ids_of("ef"), None, begin, 0))
+    count, total = gaps(bench)
+    assert count == 2
+    assert total == pytest.approx(3.0)
+    assert bench.metrics.generated_token_count == 6
+    assert request.last_token_at == begin + 4.0
 
 
 async def test_the_first_message_waits_for_the_prompts_logprobs_and_they_are_asked_for_once() -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from pellucid_server.engine.messages import LogprobWish, Submit
 from pellucid_server.kv.window import FULL, ContextWindow
-from pellucid_testing.scheduling import NAN, Run, expected_output, submit
+from pellucid_testing.scheduling import EOS, LATE, LATE_NAN, NAN, STOP, Run, expected_output, submit
 
 WINDOWS = [FULL, FULL, ContextWindow("roll", 2, 5), ContextWindow("roll", 5, 8), ContextWindow("roll", 0, 3)]
 WINDOWS += [ContextWindow("reencode", 1, 7, 3), ContextWindow("reencode", 5, 6, 6), ContextWindow("reencode", 0, 4, 1)]
@@ -27,7 +27,7 @@ def requests(draw: st.DrawFn, key: int) -> list[Submit]:
     prompt = [stem * 100 + place % 7 for place in range(length)] + draw(st.lists(st.integers(50, 52), max_size=3))
     prompt = prompt or [60]
     if draw(st.integers(0, 19)) == 0:
-        prompt[draw(st.integers(0, len(prompt) - 1))] = NAN
+        prompt[draw(st.integers(0, len(prompt) - 1))] = draw(st.sampled_from([NAN, LATE_NAN]))
     count = draw(st.sampled_from([1, 1, 1, 2, 4]))
     values: dict[str, Any] = {
         "context": draw(st.sampled_from(WINDOWS)),
@@ -35,8 +35,10 @@ def requests(draw: st.DrawFn, key: int) -> list[Submit]:
         "cache_read": draw(st.integers(0, 3)) > 0,
         "cache_write": draw(st.integers(0, 3)) > 0,
         "cache_salt": draw(st.sampled_from(["", "", "a"])),
+        "at_once": draw(st.integers(0, 7)) == 0,
     }
     new = draw(st.integers(0, 20))
+    values["max_length"] = draw(st.sampled_from([10_000, 10_000, len(prompt) + 1, len(prompt) + 8]))
     start = draw(st.none() | st.none() | st.integers(0, len(prompt)))
     first = LogprobWish(start=start) if start is not None else None
     return [
@@ -49,13 +51,17 @@ def check(run: Run, request: Submit) -> None:
     """An ended sequence's outcome."""
     tables, pool = run.scheduler.tables, run.scheduler.pool
     fits = tables.blocks_needed(request, request.max_length) <= pool.count
-    output = expected_output(request, request.max_length if fits else pool.token_capacity)
+    most = request.max_length if fits else pool.token_capacity
+    output = expected_output(request, most)
     (end,) = run.ends[request.key]
     if end in ("deadline", "time_limit"):
         output = output[: len(run.outputs.get(request.key, []))]
     assert run.outputs.get(request.key, []) == output
     if NAN in request.prompt and request.max_new_tokens:
         assert end in ("non_finite", "deadline", "time_limit")
+    elif LATE_NAN in request.prompt and len(output) == LATE and end not in ("deadline", "time_limit"):
+        limit = min(request.max_new_tokens, most - len(request.prompt))
+        assert (end == "non_finite") == (limit > LATE and output[-1] not in (EOS, STOP))
     elif request.prompt_logprobs is not None and end not in ("deadline", "time_limit"):
         assert run.scored.get(request.key, []) == request.prompt[request.prompt_logprobs.start :]
     if not request.cache_read or (request.prompt_logprobs is not None and request.prompt_logprobs.start < 2):
@@ -73,6 +79,7 @@ def test_nothing_is_lost_reused_wrongly_or_starved(data: st.DataObject) -> None:
         max_running + data.draw(st.integers(0, 20)),
         data.draw(st.sampled_from([0, 0, 5])),
         data.draw(st.sampled_from([0, 1, 5])),
+        data.draw(st.sampled_from([1, 2, 5, 32])),
     )
     submitted: dict[int, Submit] = {}
     aborted: set[int] = set()
@@ -91,17 +98,31 @@ def test_nothing_is_lost_reused_wrongly_or_starved(data: st.DataObject) -> None:
             assert not run.scheduler.abort(key)
             run.scheduler.check_integrity()
         else:
-            run.step(now)
+            run.step(now, data.draw(st.sampled_from([1, 2, 1_000])))
     run.drain()
     assert set(run.ends) == set(submitted) - aborted
     for key in run.ends:
         check(run, submitted[key])
 
 
+def test_who_is_pushed_out_comes_back_in_a_later_step() -> None:
+    """Not in the same one: it would share a block that its sibling is about to write to, and copy it too late."""
+    run = Run.of(3, 8, 3, 6)
+    for key in (0, 2):
+        run.scheduler.submit(submit(key, [60], 6, group=0, cache_read=False))
+    run.step()
+    run.step()
+    run.scheduler.submit(submit(4, list(range(100, 110)), 0, priority=1))
+    run.drain()
+    assert run.scheduler.preemptions > 0
+    assert run.outputs == {key: expected_output(submit(key, [60], 6), 24) for key in (0, 2)}
+
+
 @given(data=st.data())
 @settings(max_examples=60, deadline=None)
 def test_deadlines_in_every_state(data: st.DataObject) -> None:
-    run = Run.of(data.draw(st.integers(12, 30)), 4, max_running=4, budget=9)
+    most_repeats = data.draw(st.sampled_from([1, 2, 32]))
+    run = Run.of(data.draw(st.integers(12, 30)), 4, max_running=4, budget=9, most_repeats=most_repeats)
     submitted: dict[int, Submit] = {}
     now = 0.0
     for key in range(data.draw(st.integers(1, 10))):

@@ -44,7 +44,7 @@ def test_a_preempted_sequence_finds_its_own_blocks() -> None:
     prefix = [100 + place for place in range(12)]
     requests = [submit(key, [*prefix, 200 + key], 12, eos_ids=[], stop_ids=[]) for key in range(1, 65)]
     run = run_all(requests, blocks=9, block_size=4, max_running=8, budget=20)
-    assert run.scheduler.preemptions > 64
+    assert run.scheduler.preemptions >= 64
     assert all(len(run.outputs[request.key]) == 12 for request in requests)
     assert run.computed < 64 * 24, "more was found again than was thrown away"
 

@@ -197,7 +197,7 @@ def test_an_empty_stop_string_is_refused() -> None:
 
 def test_text_after_the_match_is_dropped() -> None:
     stream = TextStream(ScriptTokenizer([b"x|y", b"z"]), ["|"])
-    assert [stream.push([0]), stream.push([1]), stream.finish()] == [Delta("x", "|"), Delta(""), ""]
+    assert [stream.push([0]), stream.push([1]), stream.finish()] == [Delta("x", "|", 1), Delta(""), ""]
 
 
 def test_a_stop_string_counts_only_from_min_new_tokens_on() -> None:
@@ -370,6 +370,50 @@ def test_stops_cut_the_stream_at_the_earliest_match(
     got += stream.finish()
     pieces.append((plain.flush(), False))
     assert (got, matched) == _whole(pieces, stop, include)
+
+
+_BYTES = [
+    b"a",
+    b"b ",
+    "好🙂".encode(),
+    *(bytes([byte]) for byte in "好🙂é".encode()),
+    b"\xed\xa0\x80",
+    b"\xed",
+    b"\xa0",
+]
+"""Whole characters, their parts, and surrogates, which are no characters."""
+
+
+@given(data=st.data(), include=st.booleans(), keep=st.booleans(), minimum=st.integers(0, 8))
+@settings(max_examples=300, deadline=None)
+def test_tokens_that_come_together_are_tokens_that_come_one_by_one(
+    data: st.DataObject, include: bool, keep: bool, minimum: int
+) -> None:
+    """The same text, the same stop string at the same token; with it, the text up to there has come out by then."""
+    tokenizer = ScriptTokenizer(_BYTES, {-1: b"<eos>", -2: "<好>".encode()})
+    ids = data.draw(st.lists(st.integers(-2, len(_BYTES)), min_size=1, max_size=20))
+    ends = sorted(data.draw(st.sets(st.integers(1, len(ids)))) | {len(ids)})
+    stop = data.draw(st.lists(st.sampled_from(["ab", "b 好", "🙂", "\ufffd\ufffd", "<eos>", "é"]), max_size=2))
+
+    def streamed(cuts: Iterable[Sequence[int]]) -> tuple[str, str | None, int]:
+        stream, text, count = TextStream(tokenizer, stop, include, keep, minimum), "", 0
+        for own in cuts:
+            delta = stream.push(own)
+            text += delta.text
+            if delta.matched_stop is not None:
+                assert 0 < delta.token_count <= len(own)
+                assert stream.push(own) == Delta("")
+                return text + stream.finish(), delta.matched_stop, count + delta.token_count
+            assert delta.token_count == 0
+            count += len(own)
+        return text + stream.finish(), None, count
+
+    together = streamed(ids[begin:end] for begin, end in itertools.pairwise([0, *ends]))
+    assert together == streamed([token_id] for token_id in ids)
+    if not stop:
+        assert together[0] == tokenizer.decode(ids, keep_special_tokens=keep)
+    alone, at_once = IncrementalDetokenizer(tokenizer, keep), IncrementalDetokenizer(tokenizer, keep)
+    assert at_once.push(ids) == "".join([alone.push([token_id]) for token_id in ids]), "it holds more back"
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -119,9 +119,12 @@ class BlockTables:
 
     def allocate(self, sequence: SequenceState, length: int) -> None:
         """Let the table reach up to `length` tokens of the view."""
-        missing = self.pool.blocks_for(length) - len(sequence.blocks)
-        if missing > 0:
+        if missing := self.missing(sequence, length):
             sequence.blocks += self.pool.allocate(missing)
+
+    def missing(self, sequence: SequenceState, length: int) -> int:
+        """Blocks that the table lacks to reach up to `length` tokens of the view."""
+        return max(0, self.pool.blocks_for(length) - len(sequence.blocks))
 
     def spare(self, sequence: SequenceState, length: int) -> int:
         """Tokens for which there is room behind `length` that have been planned, at nobody's cost."""

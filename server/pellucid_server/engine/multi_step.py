@@ -28,22 +28,23 @@ class Interruption:
 
 
 def steps_in_a_row(chunks: Sequence[Chunk], tables: BlockTables, most: int) -> int:
-    """How many steps, at most `most`, need no decision in between; allocates their blocks.
+    """How many steps, 1 to `most`, need no decision in between; allocates their blocks.
 
     More than one only where every sequence decodes, and nobody is to be told of each token at once.
     """
     for chunk in chunks:
-        if most == 1 or not _decodes(chunk):
+        if most <= 1 or not _decodes(chunk):
             return 1
         most = min(most, chunk.tokens_left)
+    while most > 1 and sum(tables.missing(each.sequence, each.start + most) for each in chunks) > tables.pool.available:
+        most -= 1
     for chunk in chunks:
-        most = min(most, tables.room(chunk.sequence))
         tables.allocate(chunk.sequence, chunk.start + most)
-    return most
+    return max(1, most)
 
 
 def _decodes(chunk: Chunk) -> bool:
     """First tokens are told at once, and what follows a draft is not known yet."""
     sequence = chunk.sequence
-    plain = chunk.samples and chunk.count == 1 and not chunk.draft and not chunk.scored
+    plain = chunk.samples and chunk.count == 1 and not chunk.draft
     return plain and sequence.output_count > 0 and not sequence.request.at_once

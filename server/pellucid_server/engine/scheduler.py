@@ -156,8 +156,7 @@ class Scheduler:
                     chunk.sequence.unscored -= len(chunk.scored)
             if (brought := self._book(chunk, outcomes)) is not None:
                 progress.append(brought)
-            if chunk.draft or step.repeats > 1:
-                self.tables.trim(chunk.sequence)
+            self.tables.trim(chunk.sequence)
         return progress
 
     def check_integrity(self) -> None:
@@ -196,7 +195,7 @@ class Scheduler:
         One starts only where all it has to compute fits, so that it is not pushed out at once. It is not overtaken by
         smaller ones behind it: it would wait for ever.
         """
-        while plan.budget > 0 and (sequence := self._next_waiting()) is not None:
+        while plan.budget > 0 and (sequence := self._next_waiting()) is not None and sequence not in plan.preempted:
             self._make_way(sequence, plan)
             start = self._find_start(sequence)
             if not self._fits(sequence, start):

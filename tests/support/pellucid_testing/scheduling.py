@@ -9,13 +9,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from msgspec.structs import replace
+
 from pellucid_server.engine.messages import Progress, Sampling, Submit, TokenLogprob
 from pellucid_server.engine.scheduler import Scheduler
 from pellucid_server.engine.sequence import Chunk, Sampled, SequenceState, Step
 from pellucid_server.kv.blocks import BlockPool
 
 GREEDY = Sampling(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
-EOS, STOP, NAN = 7, 8, 9
+EOS, STOP, NAN, LATE_NAN = 7, 8, 9, 10
+LATE = 3
+"""Tokens that come of a prompt with LATE_NAN before its logits are not finite; of one with NAN, none do."""
 
 
 def submit(key: int, prompt: int | list[int], new: int, **extra: object) -> Submit:
@@ -35,12 +39,17 @@ def next_token(key: int, output_count: int) -> int:
     return EOS if value == 3 else STOP if value == 5 else 1000 + value
 
 
+def broken_at(request: Submit, output_count: int) -> bool:
+    """Whether the sequence's logits are not finite behind so many tokens of output."""
+    return NAN in request.prompt or (LATE_NAN in request.prompt and output_count >= LATE)
+
+
 def expected_output(request: Submit, capacity: int) -> list[int]:
     """What the sequence must give, whatever its company; `capacity`: tokens that prompt and output may come to."""
     output: list[int] = []
     while len(output) < request.max_new_tokens:
         token = next_token(request.key, len(output))
-        if NAN in request.prompt:
+        if broken_at(request, len(output)):
             break
         output.append(token)
         if token in (EOS, STOP) or len(request.prompt) + len(output) >= min(request.max_length, capacity):
@@ -77,15 +86,20 @@ def visible(sequence: SequenceState, place: int, native_window: int) -> list[int
 
 @dataclass
 class Run:
-    """Drives a scheduler and checks every step."""
+    """Drives a scheduler and checks every step, those in a row one by one."""
 
     scheduler: Scheduler
+    most_repeats: int = 1
+    """How often a step may be run in a row."""
     outputs: dict[int, list[int]] = field(default_factory=dict)
     ends: dict[int, list[str]] = field(default_factory=dict)
     scored: dict[int, list[int]] = field(default_factory=dict)
     """Prompt tokens whose log-probabilities were reported."""
     cached: dict[int, int] = field(default_factory=dict)
     steps: int = 0
+    """As they were planned; each may have been run several times."""
+    longest_run: int = 0
+    """How often a step has been run in a row, at the most."""
     computed: int = 0
     accepted: int = 0
     """Tokens of drafts that came true."""
@@ -93,10 +107,16 @@ class Run:
 
     @staticmethod
     def of(
-        blocks: int, block_size: int, max_running: int, budget: int, native_window: int = 0, draft_tokens: int = 0
+        blocks: int,
+        block_size: int,
+        max_running: int,
+        budget: int,
+        native_window: int = 0,
+        draft_tokens: int = 0,
+        most_repeats: int = 1,
     ) -> Run:
         pool = BlockPool(blocks, block_size)
-        return Run(Scheduler(pool, max_running, budget, native_window, draft_tokens=draft_tokens))
+        return Run(Scheduler(pool, max_running, budget, native_window, draft_tokens=draft_tokens), most_repeats)
 
     def book(self, progress: list[Progress]) -> None:
         for one in progress:
@@ -109,15 +129,20 @@ class Run:
             if one.finished is not None:
                 self.ends.setdefault(one.key, []).append(one.finished.kind)
 
-    def step(self, now: float = 0.0) -> Step:
+    def step(self, now: float = 0.0, most: int = 1_000) -> Step:
+        """Plan a step, run it, in a row as often as it may be and `most` times at the most, and book it."""
         scheduler = self.scheduler
         before = set(scheduler.running)
-        step = scheduler.schedule(now)
+        step = scheduler.schedule(now, self.most_repeats)
         self.steps += 1
         self._check_plan(step, [sequence for sequence in scheduler.running if sequence not in before])
-        self._compute(step)
-        sampled = [_sample(chunk) for chunk in step.chunks if chunk.samples]
-        self.accepted += sum(len(tokens) - 1 for tokens in sampled)
+        self._copy(step)
+        if step.repeats > 1:
+            sampled = self._run_in_a_row(step, min(most, step.repeats))
+        else:
+            self._compute(step.chunks)
+            sampled = [_sample(chunk) for chunk in step.chunks if chunk.samples]
+            self.accepted += sum(len(tokens) - 1 for tokens in sampled)
         scores = {
             c.sequence.request.key: [
                 TokenLogprob(token, 0.0, 0)
@@ -147,6 +172,8 @@ class Run:
         ranks = [sequence.rank for sequence in reversed(scheduler.waiting)]
         assert ranks == sorted(ranks)
         planned = {chunk.sequence for chunk in step.chunks}
+        assert step.repeats <= self.most_repeats
+        assert step.repeats == 1 or planned == set(scheduler.running), "somebody is left out of a whole run"
         assert planned <= set(scheduler.running)
         assert len(planned) == len(step.chunks)
         if scheduler.running:
@@ -157,14 +184,37 @@ class Run:
             passed_over = [other for other in scheduler.waiting if other.rank < sequence.rank]
             assert all(scheduler._groups.awaits(other) for other in passed_over)
 
-    def _compute(self, step: Step) -> None:
-        pool = self.scheduler.pool
+    def _run_in_a_row(self, step: Step, most: int) -> list[list[Sampled]]:
+        """Run a step again and again, until a sequence ends. To look at, a run so far is a draft that came true."""
+        chunks = step.chunks
+        assert all(self._may_repeat(chunk) for chunk in chunks)
+        for ahead in range(most):
+            self._compute(chunks, ahead)
+            self.longest_run = max(self.longest_run, ahead + 1)
+            sampled = [_sample(chunk) for chunk in chunks]
+            tokens = [tuple(one.token for one in own if one.token is not None) for own in sampled]
+            if any(len(own) == ahead or own[-1] in (EOS, STOP) for own in tokens):
+                break
+            chunks = [replace(chunk, draft=own) for chunk, own in zip(chunks, tokens, strict=True)]
+        return sampled
+
+    def _may_repeat(self, chunk: Chunk) -> bool:
+        """Whether nobody waits for the chunk's token alone."""
+        sequence = chunk.sequence
+        decodes = chunk.samples and chunk.count == 1 and not chunk.draft and not chunk.scored
+        return decodes and sequence.output_count > 0 and not sequence.request.at_once
+
+    def _copy(self, step: Step) -> None:
         for source, target in step.copies:
-            for place in range(pool.block_size):
+            for place in range(self.scheduler.pool.block_size):
                 self._slots[target, place] = self._slots.get((source, place), 0)
-        rows = [(chunk, chunk.start + row) for chunk in step.chunks for row in range(chunk.rows)]
+
+    def _compute(self, chunks: list[Chunk], first: int = 0) -> None:
+        """The chunks' rows, from the `first` of each on: those before it have been computed."""
+        pool = self.scheduler.pool
+        rows = [(chunk, chunk.start + row) for chunk in chunks for row in range(first, chunk.rows)]
         native_window = self.scheduler.tables.native_window
-        expected = {chunk.sequence: contents(chunk, native_window) for chunk in step.chunks}
+        expected = {chunk.sequence: contents(chunk, native_window) for chunk in chunks}
         written = set()
         for chunk, place in rows:
             slot = self._slot(chunk, place)
@@ -176,7 +226,7 @@ class Run:
         for chunk, place in rows:
             for seen in visible(chunk.sequence, place, native_window):
                 assert self._slots[self._slot(chunk, seen)] == expected[chunk.sequence][seen], "wrong content"
-        for chunk in step.chunks:
+        for chunk in chunks:
             assert chunk.start == chunk.sequence.computed
             assert chunk.start + chunk.count <= chunk.sequence.view_length
             if chunk.draft:
@@ -208,9 +258,8 @@ def run_all(requests: list[Submit], *, blocks: int, block_size: int, max_running
 def _sample(chunk: Chunk) -> list[Sampled]:
     """A token behind the chunk, and behind each token of its draft that is right."""
     request, count = chunk.sequence.request, chunk.sequence.output_count
-    if NAN in request.prompt:
-        return [Sampled(None)]
-    tokens = [next_token(request.key, count)]
-    while chunk.draft[len(tokens) - 1 : len(tokens)] == (tokens[-1],):
-        tokens.append(next_token(request.key, count + len(tokens)))
+    tokens: list[int | None] = []
+    while not tokens or chunk.draft[len(tokens) - 1 : len(tokens)] == (tokens[-1],):
+        place = count + len(tokens)
+        tokens.append(None if broken_at(request, place) else next_token(request.key, place))
     return [Sampled(token) for token in tokens]

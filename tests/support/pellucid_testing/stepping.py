@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,13 @@ from pellucid_server.engine.choosing import Chooser
 from pellucid_server.engine.constraint_states import Constraints
 from pellucid_server.engine.loading import Loaded, load
 from pellucid_server.engine.messages import Configure, Sampling, Submit, TokenLogprob
+from pellucid_server.engine.multi_step import Interruption
 from pellucid_server.engine.scheduler import Scheduler
-from pellucid_server.engine.sequence import Chunk, Step
+from pellucid_server.engine.sequence import Chunk, Sampled, Step
 from pellucid_server.kv.blocks import BlockPool
+from pellucid_server.kv.prefix import BlockContent
 
+UNINTERRUPTED = Interruption(math.inf)
 GREEDY = Sampling(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
 
 
@@ -64,7 +68,8 @@ class Stepper:
     max_running: int = 8
     max_step_tokens: int = 64
     logits: dict[int, list[torch.Tensor]] = field(default_factory=dict)
-    """By key: the row behind each token that was sampled, and the last one where it was not finite."""
+    """By key: the row behind each token that was sampled, and the last one where it was not finite. Of steps in a row,
+    the last one's alone."""
     prompt_logits: dict[int, dict[int, torch.Tensor]] = field(default_factory=dict)
     """By key and prompt token: the row that foretold it, where prompt_logprobs were asked for."""
     tokens: dict[int, list[int]] = field(default_factory=dict)
@@ -74,6 +79,8 @@ class Stepper:
     cached: dict[int, int] = field(default_factory=dict)
     """By key: prompt tokens that were found in the cache."""
     steps: list[Step] = field(default_factory=list)
+    times: list[int] = field(default_factory=list)
+    """Of each step: how often it was run in a row."""
     scheduler: Scheduler | None = None
     """The last run's."""
 
@@ -109,6 +116,8 @@ class Stepper:
         abort_after: int = -1,
         prefix_cache: bool = True,
         draft_tokens: int = 0,
+        most_repeats: int = 1,
+        interruption: Interruption = UNINTERRUPTED,
     ) -> Stepper:
         """Run to the end.
 
@@ -116,6 +125,7 @@ class Stepper:
         blocks       size of the pool; 0: the engine's
         warm         go on with the cache, pool and scheduler of the last run
         abort_after  abort everything after so many steps; -1: never
+        most_repeats how often a step may be run in a row, until the `interruption`
         """
         if not warm or self.scheduler is None:
             pool = BlockPool(blocks or self.loaded.pool.count, self.loaded.pool.block_size)
@@ -123,31 +133,47 @@ class Stepper:
             self.scheduler = Scheduler(
                 pool, self.max_running, budget, window, prefix_cache=prefix_cache, draft_tokens=draft_tokens
             )
+            self.scheduler.tables._namespace = b""  # the same in every run, so that their blocks can be compared
         self._forget()
         coming = list(requests)
         while coming or not self.scheduler.idle:
-            steps = len(self.steps)
+            steps = sum(self.times)
             while coming and (gap == 0 or steps >= gap * (len(requests) - len(coming)) or self.scheduler.idle):
                 self.scheduler.submit(coming.pop(0))
-            if steps == abort_after:
+            if 0 <= abort_after <= steps:
                 for request in requests:
                     self.scheduler.abort(request.key)
                 self.scheduler.check_integrity()
                 break
-            self._step(self.scheduler)
+            self._step(self.scheduler, most_repeats, interruption)
         return self
+
+    def published(self) -> dict[BlockContent, bytes]:
+        """Keys and values of all layers in every block that can be found by its content."""
+        if self.scheduler is None:
+            return {}
+        (memory,) = self.loaded.runner._cache._stores
+        return {content: memory[block].numpy().tobytes() for block, content in self.scheduler.pool._content.items()}
 
     def _forget(self) -> None:
         self.logits, self.prompt_logits, self.tokens, self.logprobs = {}, {}, {}, {}
-        self.ends, self.cached, self.steps = {}, {}, []
+        self.ends, self.cached, self.steps, self.times = {}, {}, [], []
 
-    def _step(self, scheduler: Scheduler) -> None:
-        step = scheduler.schedule(0.0)
-        self.steps.append(step)
+    def _step(self, scheduler: Scheduler, most_repeats: int, interruption: Interruption) -> None:
+        step = scheduler.schedule(0.0, most_repeats)
         sampling = [chunk for chunk in step.chunks if chunk.samples]
         self.chooser.begin(sampling)
-        logits = self.loaded.runner.run(step, self._keep_prompt_logits)
-        sampled = self.chooser.choose(sampling, logits)
+        in_a_row = self.chooser.repeatable(sampling, step.repeats, interruption) if step.repeats > 1 else None
+        sampled: list[list[Sampled]]
+        if in_a_row is not None:
+            ids, ended, logits = self.loaded.runner.run_steps(step, in_a_row)
+            sampled = self.chooser.chosen(ids, logits)
+            self.times.append(len(ended))
+        else:
+            logits = self.loaded.runner.run(step, self._keep_prompt_logits)
+            sampled = self.chooser.choose(sampling, logits)
+            self.times.append(1)
+        self.steps.append(step)
         rows = logits.split([chunk.sampled_rows for chunk in sampling])
         for chunk, own, tokens in zip(sampling, rows, sampled, strict=True):
             self.logits.setdefault(chunk.sequence.request.key, []).extend(own[: len(tokens)].clone())

@@ -74,19 +74,23 @@ struct Units {
         all.clear();
         split.clear();
         partials = 0;
-        for (auto tile = plan.tiles.rbegin(); tile != plan.tiles.rend(); ++tile) {  // the last rows see most: first
+        // Single rows go in their order, so that a thread has those that it computed; of prompts the last rows, which see
+        // most, go first.
+        const auto tiles = static_cast<int64_t>(plan.tiles.size());
+        for (int64_t i = 0; i < tiles; ++i) {
+            const TokenTile* tile = &plan.tiles[tiles == a.rows ? i : tiles - 1 - i];
             const int64_t cost = tile->count * tile->pieces();
             const int64_t parts = threads == 1 ? 1 : std::min<int64_t>(divide_up(cost, most), tile->pieces());
             for (int64_t head = 0; head < a.kv_heads; ++head) {
                 if (parts <= 1) {
-                    all.push_back({&*tile, head, 0, tile->pieces(), -1});
+                    all.push_back({tile, head, 0, tile->pieces(), -1});
                     continue;
                 }
-                split.push_back({&*tile, head, 0, tile->pieces(), partials});
+                split.push_back({tile, head, 0, tile->pieces(), partials});
                 for (int64_t part = 0; part < parts; ++part) {
                     const auto begin = static_cast<int32_t>(tile->pieces() * part / parts);
                     const auto end = static_cast<int32_t>(tile->pieces() * (part + 1) / parts);
-                    all.push_back({&*tile, head, begin, end, partials});
+                    all.push_back({tile, head, begin, end, partials});
                 }
                 partials += tile->pieces() * Partial::size(tile->count * group, stride);
             }

@@ -245,9 +245,9 @@ private:
                         a.positions, a.row_sequence, a.block_tables, a.window, a.table_width, 0, a.rows};
         if (rows.bytes() > kMostReadBytes * a.threads) return;
         readings_.resize(a.threads);
-        for (int worker = 0; worker < a.threads; ++worker) {  // as attention shares them out: the last rows first
-            rows.row = a.rows - first_unit(worker + 1, a.rows, a.threads);
-            rows.end = a.rows - first_unit(worker, a.rows, a.threads);
+        for (int worker = 0; worker < a.threads; ++worker) {
+            rows.row = first_unit(worker, a.rows, a.threads);
+            rows.end = first_unit(worker + 1, a.rows, a.threads);
             readings_[worker] = CacheReading(rows);
         }
     }
