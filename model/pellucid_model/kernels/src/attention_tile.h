@@ -35,7 +35,8 @@ struct TokenTile {
     }
 };
 
-// What a piece gives the rows of a tile: [rows, stride], [rows], [rows]. sum 0: the row sees nothing of it.
+// What a piece gives the rows of a tile: [rows, stride], [rows], [rows]. sum 0: the row sees nothing of it. Scores are in
+// units of ln 2, so that exponentials are powers of two.
 struct Partial {
     float *values, *largest, *sum;
 
@@ -43,6 +44,8 @@ struct Partial {
         : values(memory), largest(memory + rows * stride), sum(largest + rows) {}
     static int64_t size(int64_t rows, int64_t stride) { return divide_up(rows * (stride + 2), 16) * 16; }
 };
+
+constexpr float kLog2E = 1.44269504f;
 
 // One tile of rows of one kv head, with the memory it works in. Kept by a thread from call to call.
 template <class Format>
@@ -157,14 +160,16 @@ private:
         return load(bias);
     }
 
-    // What the model adds to scores, or bounds them by, beyond a factor: 16 scores of a row, from key `key` on.
+    // Scores beyond a mere factor, with what the model adds to them or bounds them by: 16 of a row, from key `key` on.
     F16 adjusted(F16 s, int64_t head, int64_t query, int64_t key) const {
+        s = s * broadcast(a_->scale);
         if (a_->softcap > 0) s = broadcast(a_->softcap) * tanh(s / broadcast(a_->softcap));
         if (a_->alibi_slopes) {
             const F16 distance = broadcast(static_cast<float>(query)) - lane_indices() - broadcast(static_cast<float>(key));
             s = fma(broadcast(-a_->alibi_slopes[head]), distance, s);
         }
-        return a_->distance_bias ? s + bias_by_distance(head, query - key) : s;
+        if (a_->distance_bias) s = s + bias_by_distance(head, query - key);
+        return s * broadcast(kLog2E);
     }
 
     // Turns the scores of a row into exponentials relative to their largest, in all granules where any row sees
@@ -181,11 +186,11 @@ private:
         const int64_t query = to_sinks ? sink_query_position(*a_, row) : a_->positions[row];
         const bool plain = !(a_->softcap > 0) && !a_->alibi_slopes && !a_->distance_bias;
         const Range seen = local_[r];
-        const F16 scale = broadcast(a_->scale), unseen = broadcast(-INFINITY);
+        const F16 scale = broadcast(a_->scale * kLog2E), unseen = broadcast(-INFINITY);
         F16 largest = unseen;
         for (int at = seen.begin / 16 * 16; at < seen.end; at += 16) {
-            F16 s = load(scores + at) * scale;
-            if (!plain) s = adjusted(s, head, query, start + at);
+            F16 s = load(scores + at);
+            s = plain ? s * scale : adjusted(s, head, query, start + at);
             if (seen.begin > at || seen.end < at + 16) s = keep_lanes(s, seen.begin - at, seen.end - at, unseen);
             store(scores + at, s);
             largest = max(largest, s);
@@ -195,7 +200,7 @@ private:
         const F16 reference = broadcast(std::max(partial.largest[r], std::numeric_limits<float>::lowest()));
         F16 sum = broadcast(0.0f);
         for (int at = seen.begin / 16 * 16; at < seen.end; at += 16) {
-            const F16 e = exp(load(scores + at) - reference);
+            const F16 e = exp2(load(scores + at) - reference);
             store(scores + at, e);
             sum = sum + e;
         }
@@ -221,8 +226,8 @@ private:
             const int count = static_cast<int>(std::min<int64_t>(16, rows_ - r));
             const F16 before = load(&largest_[r], count), added = load(partial.largest + r, count);
             const F16 largest = max(added, before);
-            store(&before_[r], exp(before - largest), count);
-            store(&added_[r], exp(added - largest), count);
+            store(&before_[r], exp2(before - largest), count);
+            store(&added_[r], exp2(added - largest), count);
             store(&largest_[r], largest, count);
         }
     }

@@ -365,6 +365,19 @@ PELLUCID_INLINE F16 exp(F16 x) {
     return times_power_of_two(p, n);
 }
 
+// 2^x, as exact as exp, for x up to 127; 0 below the smallest subnormal. x = n + r with |r| <= 1/2, and a polynomial
+// (minimax, fitted for this file) for 2^r.
+PELLUCID_INLINE F16 exp2(F16 x) {
+    x = max(broadcast(-152.0f), x);
+    const F16 n = round_to_integer(x), r = x - n;
+    F16 p = broadcast(0.00132647273f);
+    p = fma(p, r, broadcast(0.00967151299f));
+    p = fma(p, r, broadcast(0.0555073359f));
+    p = fma(p, r, broadcast(0.240222424f));
+    p = fma(p, r, broadcast(0.693147004f));
+    return times_power_of_two(fma(p, r, broadcast(1.0f)), n);
+}
+
 // tanh x: odd polynomial (minimax, fitted for this file) near 0, by exp elsewhere.
 PELLUCID_INLINE F16 tanh(F16 x) {
     const F16 size = absolute(x);
