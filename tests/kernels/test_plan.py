@@ -21,7 +21,7 @@ from pellucid_model.contract import Attend
 from pellucid_model.kernels import NativeKernels, accelerate, library
 from pellucid_model.kernels.interface import WeightFormat
 from pellucid_model.kernels.plan import Plan, PlanBatch, StepSampling, fuse, record
-from pellucid_model.kernels.plan.program import Combine
+from pellucid_model.kernels.plan.program import Attention, Combine, writes
 from pellucid_server.engine.messages import Sampling
 from pellucid_server.engine.sampler import Sampler, SamplerRow, pack_rows
 from pellucid_testing.checkpoints import tiny_config, tiny_model
@@ -50,6 +50,10 @@ def test_decoders(changes: dict[str, Any], fused: bool) -> None:
         kinds = Counter(type(each).__name__ for each in program.instructions)
         assert kinds["Copy"] == 0
         if fused:
+            # What follows the last attention runs for sampled rows alone.
+            place = max(place for place, each in enumerate(program.instructions) if isinstance(each, Attention))
+            behind = [operand for each in program.instructions[place + 1 :] for operand in writes(each)]
+            assert {program.phases[operand.buffer] for operand in behind} == {"sampled"}
             # Query, key and value; output; gate and up; down: with what stands before and after them.
             assert kinds["Linear"] == 4 * config.layers + 1
             assert kinds["Activate"] == 0

@@ -2,7 +2,7 @@
 
     a layer and what follows     activation, gate and residual go into the layer that they follow
     layers of one input          query, key and value, gate and up run together
-    the last norm                is taken of the rows that are sampled, and of no others
+    what comes last              is computed for the rows that are sampled, and for no others
     a norm and its layers        the norm is taken on the way in, where nothing else reads it
 
 An instruction moves only where nothing between writes what it reads, and what it absorbs is read nowhere else.
@@ -10,15 +10,18 @@ An instruction moves only where nothing between writes what it reads, and what i
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
 from typing import cast, get_args
 
 from pellucid_model.kernels.interface import Activation, PackedLinear
 from pellucid_model.kernels.plan.program import (
     Activate,
+    Attention,
     Combine,
+    Copy,
+    Gather,
     Instruction,
     Layer,
     Linear,
@@ -27,6 +30,7 @@ from pellucid_model.kernels.plan.program import (
     Program,
     Select,
     reads,
+    renamed,
     writes,
 )
 
@@ -41,14 +45,41 @@ def fuse(program: Program) -> None:
 
 
 def _select_early(program: Program) -> None:
-    """A norm of which only sampled rows are read comes after their selection."""
-    for index, (normalize, select) in enumerate(pairwise(program.instructions)):
-        if not isinstance(normalize, Normalize) or not isinstance(select, Select):
-            continue
-        if select.x == normalize.out and sum(normalize.out in reads(each) for each in program.instructions) == 1:
-            selected = Operand(program.new_buffer(normalize.x.width, "sampled"), 0, normalize.x.width)
-            program.instructions[index] = Select(normalize.x, selected)
-            program.instructions[index + 1] = Normalize(selected, normalize.norm, normalize.size, select.out)
+    """What is read for the sampled rows alone is computed for them alone: what follows the last attention, mostly."""
+    place = next(index for index, each in enumerate(program.instructions) if isinstance(each, Select))
+    select, rest = program.instructions[place], program.instructions[place + 1 :]
+    late = _read_by(select, program.instructions[:place])
+    made = {operand.buffer for each in late for operand in writes(each)}
+    inputs = dict.fromkeys(operand.buffer for each in (*late, select) for operand in reads(each))
+    selected = {each: program.new_buffer(program.widths[each], "sampled") for each in inputs if each not in made}
+    for buffer in made:
+        program.phases[buffer] = "sampled"
+    (hidden,), (answer,) = reads(renamed(select, selected)), writes(select)
+    whole = program.is_whole(hidden) and program.is_whole(answer) and answer != program.logits
+    program.instructions = [
+        *(each for each in program.instructions[:place] if each not in late),
+        *(Select(program.whole(buffer), program.whole(own)) for buffer, own in selected.items()),
+        *(renamed(each, selected) for each in late),
+        *(() if whole else (Copy(hidden, answer),)),
+        *(renamed(each, {answer.buffer: hidden.buffer} if whole else {}) for each in rest),
+    ]
+
+
+def _read_by(select: Instruction, instructions: Sequence[Instruction]) -> list[Instruction]:
+    """Instructions before it that nobody else reads, and that do the same to every row; in their order."""
+    users: dict[int, list[Instruction]] = defaultdict(list)
+    makers: Counter[int] = Counter()
+    for each in (*instructions, select):
+        makers.update(operand.buffer for operand in writes(each))
+        for operand in reads(each):
+            users[operand.buffer].append(each)
+    late: list[Instruction] = [select]
+    for each in reversed(instructions):
+        buffers = [operand.buffer for operand in writes(each)]
+        alone = all(makers[buffer] == 1 and users[buffer] and set(users[buffer]) <= set(late) for buffer in buffers)
+        if alone and not isinstance(each, Attention | Gather):
+            late.append(each)
+    return late[:0:-1]
 
 
 def _layer_activation(activate: Activate) -> Activation | None:

@@ -8,8 +8,9 @@ a module does with views (chunk, unflatten, slices of the last dimension) costs 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 from torch import Tensor
 
@@ -144,6 +145,7 @@ class Attention:
     options: AttentionOptions
 
 
+Changed = TypeVar("Changed", bound="Instruction | Layer")
 Instruction = Gather | Select | Copy | Rearrange | Combine | Reduce | Linear | Normalize | Activate | Attention
 
 
@@ -158,6 +160,22 @@ def reads(instruction: Instruction) -> list[Operand]:
         return [instruction.x, *(each.residual for each in instruction.layers if each.residual is not None)]
     values = [getattr(instruction, each.name) for each in dataclasses.fields(instruction) if each.name != "out"]
     return [value for value in values if isinstance(value, Operand)]
+
+
+def renamed(instruction: Instruction, buffers: Mapping[int, int]) -> Instruction:
+    """The same on other buffers, where there are any instead."""
+
+    def moved(value: Operand) -> Operand:
+        return dataclasses.replace(value, buffer=buffers.get(value.buffer, value.buffer))
+
+    def with_moved(owner: Changed) -> Changed:
+        values = ((each.name, getattr(owner, each.name)) for each in dataclasses.fields(owner))
+        operands: Any = {name: moved(value) for name, value in values if isinstance(value, Operand)}
+        return dataclasses.replace(owner, **operands)
+
+    if isinstance(instruction, Linear):
+        instruction = dataclasses.replace(instruction, layers=tuple(with_moved(each) for each in instruction.layers))
+    return with_moved(instruction)
 
 
 @dataclass
@@ -220,6 +238,10 @@ class Program:
         """Whether no layer rounds its input to a narrower format."""
         layers = (layer for each in self.instructions if isinstance(each, Linear) for layer in each.layers)
         return all(layer.packed.format == "float32" for layer in layers)
+
+    def whole(self, buffer: int) -> Operand:
+        """All of a buffer."""
+        return Operand(buffer, 0, self.widths[buffer])
 
     def is_whole(self, operand: Operand) -> bool:
         """Whether it is all of its buffer."""
