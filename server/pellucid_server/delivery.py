@@ -172,6 +172,11 @@ class Outbox:
         return batch
 
     @property
+    def is_paced(self) -> bool:
+        """Whether its messages keep a gap."""
+        return self._rules.paced
+
+    @property
     def is_eager(self) -> bool:
         """Whether the caller has asked for each token as it comes."""
         return self._rules.min_tokens == 1 and not (self._rules.paced or self._rules.final_only)

@@ -45,6 +45,7 @@ from pellucid_server.served import ServedModel, served_model
 from pellucid_server.settings import Settings
 from pellucid_server.settling import settle
 from pellucid_server.summary import Addresses, log_summary
+from pellucid_server.text.stop_ids import StopIds
 from pellucid_server.text_pool import TextPool
 
 GC_THRESHOLDS = 10_000, 20, 50
@@ -77,6 +78,7 @@ class Frontend:
         self._ready: Ready | None = None
         self._tokenizer: Tokenizer | None = None
         self._longest_token = 0
+        self._stop_ids: StopIds | None = None
         self._chat: ChatPrompter | None = None
         self._link = EngineLink(self, package.engine_command, settings.engine_timeout_seconds)
         self._metrics = Metrics(package.checkpoint.name, lambda: self._link.pid)
@@ -152,7 +154,13 @@ class Frontend:
 
     def _served_model(self, ready: Ready) -> ServedModel:
         return served_model(
-            self._settings, self._package.checkpoint, self._tokenizer, self._longest_token, ready, self._chat
+            self._settings,
+            self._package.checkpoint,
+            self._tokenizer,
+            self._longest_token,
+            self._stop_ids,
+            ready,
+            self._chat,
         )
 
     def _handlers(self) -> dict[str, Methods]:
@@ -178,6 +186,7 @@ class Frontend:
         try:
             self._tokenizer = await asyncio.to_thread(load_tokenizer, self._package.checkpoint.files)
             self._longest_token = await asyncio.to_thread(_longest_token, self._tokenizer)
+            self._stop_ids = None if self._tokenizer is None else StopIds(self._tokenizer)
             self._chat = await asyncio.to_thread(_chat_prompter, self._package.checkpoint.files, self._tokenizer)
         except TokenizerError as error:
             raise StartError(str(error)) from None

@@ -91,6 +91,8 @@ class LiveRequest:
     first_scheduled_at: float | None = None
     cached_tokens: int = 0
     prompt_logprobs: Sequence[TokenLogprob] = ()
+    watched_ids: list[int] | None = field(default_factory=list)
+    """Ids that may complete a stop string, of which the engine is to tell at once; None: any may."""
     recoveries: int = 0
     deaths: int = 0
     end: End | None = None
@@ -145,8 +147,10 @@ def submit_messages(request: LiveRequest, plan: Plan) -> Iterator[Submit]:
     The first of them leads the others, and alone reports on the prompt where that has not been done.
     """
     options, unfinished = plan.options, request.unfinished
+    # What an engine has died of may come again: then as little as possible is to be lost.
+    at_once = request.outbox.is_eager or request.watched_ids is None or request.recoveries > 0
     for sequence in unfinished:
-        leads = sequence is unfinished[0] and not request.prompt_logprobs
+        leads = sequence is unfinished[0]
         yield Submit(
             key=sequence.key,
             prompt=plan.prompt,
@@ -164,10 +168,12 @@ def submit_messages(request: LiveRequest, plan: Plan) -> Iterator[Submit]:
             group=unfinished[0].key if len(unfinished) > 1 else None,
             priority=options.priority,
             output_logprobs=options.output_logprobs,
-            prompt_logprobs=options.prompt_logprobs if leads else None,
+            prompt_logprobs=options.prompt_logprobs if leads and not request.prompt_logprobs else None,
             constraint=options.constraint,
             cache_read=options.cache_read,
             cache_write=options.cache_write,
             cache_salt=options.cache_salt,
-            at_once=request.outbox.is_eager,
+            at_once=at_once,
+            watched_ids=request.watched_ids or [],
+            is_stream=leads and request.outbox.is_paced,
         )

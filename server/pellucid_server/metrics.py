@@ -153,7 +153,7 @@ class _Seen(NamedTuple):
 
 
 class EngineMetrics:
-    """What the engine tells about itself: capacity once it is ready, and a snapshot after every step."""
+    """What the engine tells about itself: capacity once it is ready, and a snapshot with every report of its steps."""
 
     def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
         self._registry = registry

@@ -29,7 +29,7 @@ class Pace:
         """Gaps that end before this moment end with the last step: it is nearer to their end than the next one is."""
         self._stepped_at = 0.0
         self._interval = 0.0
-        """Between the last two steps."""
+        """Between the last two reports, each of one step or several."""
 
     @property
     def gap(self) -> float:

@@ -13,6 +13,7 @@ from pellucid_server.engine.messages import Ready
 from pellucid_server.kv.window import ContextWindow
 from pellucid_server.ranges import SAMPLING
 from pellucid_server.settings import Settings
+from pellucid_server.text.stop_ids import StopIds
 
 MAX_SEQUENCES = 64
 """Largest sequence_count."""
@@ -51,6 +52,8 @@ class ServedModel:
     """Whether the model's positions allow a rolling window."""
     longest_token: int
     """Bytes of the tokenizer's longest token; 0 without a tokenizer."""
+    stop_ids: StopIds | None
+    """None without a tokenizer."""
     sampling: DefaultSampling
     default_max_new_tokens: int
     max_new_tokens_limit: int
@@ -83,6 +86,7 @@ def served_model(
     checkpoint: CheckpointInfo,
     tokenizer: Tokenizer | None,
     longest_token: int,
+    stop_ids: StopIds | None,
     ready: Ready,
     chat: ChatPrompter | None = None,
 ) -> ServedModel:
@@ -99,6 +103,7 @@ def served_model(
         native_window=ready.native_window,
         can_roll=ready.position_scheme != "absolute",
         longest_token=longest_token,
+        stop_ids=stop_ids,
         sampling=default_sampling(
             SamplingDefaults(**{name: getattr(settings, f"default_{name}") for name in SAMPLING}),
             checkpoint.sampling,

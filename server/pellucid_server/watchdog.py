@@ -1,6 +1,6 @@
 """When an engine counts as hung: it has been silent for too long.
 
-A working engine reports every step; an idle one answers a ping. How long is too long: the operator's limit, or ten
+A working engine reports its steps; an idle one answers a ping. How long is too long: the operator's limit, or ten
 times the longest step so far where that is more, the warm-up's included, so that a large model on a slow machine is
 left to its work. Silence is counted in this process's own ticks: time in which the frontend itself stood still, as
 under SIGSTOP or in a frozen container, is nobody's silence.

@@ -173,6 +173,29 @@ def test_a_position_beyond_its_table_is_an_error() -> None:
         plan.run(replace(batch, positions=torch.as_tensor(batch.positions) + 298))
 
 
+@needs_kernels
+def test_a_batch_that_does_not_fit_is_an_error_however_many_rows_it_has() -> None:
+    plan = tiny_plan(windows=(5, None))
+    for rows in (2, 16, 17, 40):
+        batch = batch_of(plan, (0, 0), (1, 1))
+        single = torch.arange(rows)
+        wide = replace(
+            batch,
+            tokens=single % 50,
+            positions=single * 0,
+            positions32=single.int() * 0,
+            row_sequence=single.int(),
+            block_tables=single.int() % BLOCKS,
+            table_width=1,
+            sampled_rows=single,
+            windows=[None if each is None else torch.full((rows,), each, dtype=torch.int32) for each in plan.windows],
+        )
+        assert plan.run(wide).isfinite().all()
+        wide.row_sequence[-1] = 2**30
+        with pytest.raises(ValueError, match="row_sequence"):
+            plan.run(wide)
+
+
 def tiny_plan(**changes: Any) -> Plan:
     kernels, model = NativeKernels(VARIANTS[0]), tiny_model(tiny_config(**changes))
     accelerate(model, kernels, "float32")
@@ -241,7 +264,7 @@ def steps_in_a_row(plan: Plan, **changes: Any) -> tuple[list[int], list[float], 
         "most": 12,
         "vocab_size": VOCABULARY,
         "settings": pack_rows([SamplerRow(each, (), 3) for each in SETTINGS], array("i")),
-        "end_ids": array("i"),
+        "end_ids": array("q"),
         "end_begins": array("i", [0, 0, 0]),
         "until": math.inf,
         "descriptor": -1,
@@ -271,7 +294,7 @@ def test_what_ends_steps_in_a_row_ends_them_after_the_step_that_runs() -> None:
     expected, _ = single_steps(tiny_plan(), 12)
     first, second = expected[::2], expected[1::2]
     place = next(i for i in range(2, 10) if second[i] not in second[:i])
-    ends = array("i", [1000, second[place]])
+    ends = array("q", [1000, second[place]])
     assert steps_in_a_row(tiny_plan(), until=time.monotonic())[0] == expected[:2]
     assert steps_in_a_row(tiny_plan(), most=5)[0] == expected[:10]
     # The token ends the sequence whose own it is, and not the other.
@@ -300,7 +323,7 @@ def test_a_message_in_the_middle_ends_steps_in_a_row() -> None:
         most=most,
         vocab_size=VOCABULARY,
         settings=pack_rows([SamplerRow(each, (), 0) for each in SETTINGS], array("i")),
-        end_ids=array("i"),
+        end_ids=array("q"),
         end_begins=array("i", [0, 0, 0]),
         until=math.inf,
         descriptor=-1,

@@ -31,6 +31,7 @@ def model(context: int = 32, cache: int = 1000) -> ServedModel:
         vocab_size=10,
         eos_ids=(2, 3),
         longest_token=4,
+        stop_ids=None,
         context_length=context,
         block_size=1,
         block_count=cache,

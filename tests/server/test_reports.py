@@ -140,6 +140,19 @@ def test_tokens_of_quick_steps_come_together_and_first_ones_and_ends_at_once(
     assert [one.finished is not None for one in rest] == [False] * (len(rest) - 1) + [True]
 
 
+def test_a_token_that_may_end_the_output_is_told_at_once(frontend: Frontend) -> None:
+    frontend.send(submission(1, [5, 6, 7], 40))
+    frontend.read_until(1, 40)
+    tokens = [token for one in frontend.progress for token in one.tokens]
+    watched = tokens[-1]
+    frontend.send(endless(2, [5, 6, 7], sampling=GREEDY, watched_ids=[watched, 2**31]))
+    frontend.read_until(2, 1 + tokens.index(watched, 1))
+    told = [one.tokens for one in frontend.progress if one.key == 2][1:]
+    assert all(watched not in each[:-1] for each in told), "tokens came behind it"
+    assert told[0][-1:] == [watched] or watched in {each[-1] for each in told}
+    frontend.send(Abort(2))
+
+
 def test_who_wants_tokens_at_once_gets_them_and_so_does_the_company(frontend: Frontend) -> None:
     frontend.send(endless(1, [5, 6, 7]))
     frontend.read_until(1, 1)

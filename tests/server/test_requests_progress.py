@@ -40,6 +40,7 @@ MODEL = ServedModel(
     native_window=0,
     can_roll=True,
     longest_token=1,
+    stop_ids=None,
     sampling=DefaultSampling(),
     default_max_new_tokens=16,
     max_new_tokens_limit=64,

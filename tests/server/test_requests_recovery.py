@@ -31,6 +31,7 @@ async def test_a_new_engine_goes_on_where_the_old_one_stopped() -> None:
     assert len(first.generated) == 2
     assert (second.key, second.generated) == (waiting.key, [])
     assert first.sampling.seed == 7
+    assert first.at_once, "what an engine has died of may come again"
     assert (running.recoveries, waiting.recoveries, admitted.recoveries) == (1, 1, 0)
     bench.token(running, "c", Finished("max_new_tokens"))
     batch = running.outbox.take()

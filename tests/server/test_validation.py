@@ -31,6 +31,7 @@ def model(tokenizer: bool = True, can_roll: bool = True) -> ServedModel:
         vocab_size=VOCAB,
         eos_ids=(2,),
         longest_token=4,
+        stop_ids=None,
         context_length=128,
         block_size=16,
         block_count=64,

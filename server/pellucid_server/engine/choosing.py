@@ -104,11 +104,12 @@ class Chooser:
         """
         if any(memory.row is None or s.request.output_logprobs is not None for s, memory in self._due):
             return None
-        rows, end_ids, end_begins = [], array("i"), array("i", [0])
+        rows, end_ids, end_begins = [], array("q"), array("i", [0])
         for sequence, memory in self._due:
             rows.append(_row(sequence, memory, 0))
             end_ids.extend(sequence.request.eos_ids)
             end_ids.extend(sequence.request.stop_ids)
+            end_ids.extend(sequence.request.watched_ids)
             end_begins.append(len(end_ids))
         return StepSampling(
             most=most,
@@ -210,7 +211,7 @@ def _row(sequence: SequenceState, memory: _Memory, ahead: int) -> SamplerRow:
         adjustments=memory.adjustments,
         permitted=constraint.permitted if constraint is not None else None,
     )
-    if row.is_plain and constraint is None:
+    if row.is_constant:
         memory.row = row
     return row
 

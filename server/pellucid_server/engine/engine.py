@@ -150,7 +150,8 @@ class Engine:
         if phase != "decode":
             connection.flush()
         began = time.monotonic()
-        report_at = max(began, self._reported_at + message_gap(len(step.chunks)))
+        streams = sum([chunk.sequence.request.is_stream for chunk in step.chunks])
+        report_at = max(began, self._reported_at + message_gap(streams))
         until = min(report_at, self._scheduler.next_expiry)
         outcome = self._executor.execute(step, Interruption(until, connection.fileno()))
         ended = outcome.ended[-1]
@@ -214,7 +215,8 @@ def _phase(sequences: int, decoded: int) -> Phase:
 
 
 def _is_urgent(step: Step, progress: list[Progress]) -> bool:
-    """Whether somebody waits for what a step has brought."""
+    """Whether somebody waits for what a step has brought, or may end by it."""
     if any(one.finished is not None for one in progress):
         return True
-    return any(chunk.sequence.request.at_once for chunk in step.chunks)
+    sequences = [chunk.sequence for chunk in step.chunks]
+    return any(each.request.at_once or (each.watched and each.tokens[-1] in each.watched) for each in sequences)

@@ -1,7 +1,7 @@
 """What frontend and engine say to each other: typed msgpack messages over a private socket pair (`framing.py`).
 
 Frontend to engine: first Configure, then Submit, Abort and Ping.  Engine to frontend: first Ready or StartFailed, then
-one StepDone per step.
+one StepDone for every step, or for several.
 Times are seconds of the system-wide monotonic clock (time.monotonic()), which both processes share.
 """
 
@@ -148,6 +148,11 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     """Whether later requests may use this one's blocks."""
     cache_salt: str = ""
     """Blocks are shared between requests of the same salt only."""
+    watched_ids: list[int] = []
+    """A step that samples one of these is told at once: the output may end with it for a reason that only the frontend
+    knows."""
+    is_stream: bool = False
+    """Whether somebody reads the tokens as they come, in messages that keep a gap: of several sequences the first."""
     at_once: bool = False
     """Whether each token is told as soon as it is there; else it may wait for the next ones (pace.py)."""
 

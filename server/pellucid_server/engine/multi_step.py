@@ -7,6 +7,7 @@ it. The tokens are those of as many single steps.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -36,11 +37,15 @@ def steps_in_a_row(chunks: Sequence[Chunk], tables: BlockTables, most: int) -> i
         if most <= 1 or not _decodes(chunk):
             return 1
         most = min(most, chunk.tokens_left)
-    while most > 1 and sum(tables.missing(each.sequence, each.start + most) for each in chunks) > tables.pool.available:
-        most -= 1
+
+    def missing(steps: int) -> int:
+        return sum(tables.missing(chunk.sequence, chunk.start + steps) for chunk in chunks)
+
+    # Of blocks that hold nothing of use: what is cached is not given away for steps that may not run.
+    most = max(1, bisect_right(range(1, most + 1), tables.pool.free, key=missing))
     for chunk in chunks:
         tables.allocate(chunk.sequence, chunk.start + most)
-    return max(1, most)
+    return most
 
 
 def _decodes(chunk: Chunk) -> bool:

@@ -44,7 +44,13 @@ class SamplerRow:
     adjustments: Adjustments | None = None
     permitted: npt.NDArray[np.uint32] | None = None
     packed: bytearray | None = field(default=None, init=False, repr=False, compare=False)
-    """The kernel's Row of a plain one, once it has been sampled."""
+    """The kernel's Row of a constant one, once it has been sampled."""
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether nothing but its place in the output changes from one token to the next."""
+        adjusts = self.adjustments is not None and self.adjustments.history is not None
+        return not (self.banned or adjusts or self.permitted is not None)
 
     @property
     def is_plain(self) -> bool:
@@ -136,7 +142,7 @@ def _pack(row: SamplerRow, banned: array[int]) -> bytes | bytearray:
     banned_begin = len(banned)
     banned.extend(row.banned)
     packed = _packed(row, banned_begin, len(banned))
-    if row.is_plain:
+    if row.is_constant:
         row.packed = bytearray(packed)
     return packed
 

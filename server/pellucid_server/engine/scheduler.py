@@ -127,7 +127,8 @@ class Scheduler:
             if chunk.sequence.first_scheduled_at is None:
                 chunk.sequence.first_scheduled_at = now
         chunks = self.speculation.extend(plan.chunks.values(), plan.budget, self.tables)
-        repeats = 1 if self.speculation.is_on else steps_in_a_row(chunks, self.tables, most_repeats)
+        alone = bool(expired) or self.speculation.is_on  # who has expired is told with this step
+        repeats = 1 if alone else steps_in_a_row(chunks, self.tables, most_repeats)
         return Step(chunks, expired, plan.copies, repeats)
 
     def complete(

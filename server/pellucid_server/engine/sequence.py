@@ -59,13 +59,17 @@ class SequenceState:
     preemptions: int = 0
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     """Not reported yet."""
+    watched: frozenset[int] = frozenset()
+    """Of the request's watched_ids."""
 
     @staticmethod
     def of(request: Submit, rank: tuple[float, int], max_length: int, chain: PrefixChain) -> SequenceState:
         wish = request.prompt_logprobs
         unscored = 0 if wish is None else min(len(request.prompt) - 1, len(request.prompt) - wish.start)
         tokens = [*request.prompt, *request.generated]
-        state = SequenceState(request, rank, max_length, tokens, chain, max(0, unscored))
+        state = SequenceState(
+            request, rank, max_length, tokens, chain, max(0, unscored), watched=frozenset(request.watched_ids)
+        )
         if wish is not None and wish.start == 0:
             state.prompt_logprobs.append(TokenLogprob(request.prompt[0], None, 0))
         return state

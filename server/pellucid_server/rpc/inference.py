@@ -97,6 +97,8 @@ class InferenceService:
 
     async def _serve(self, model: ServedModel, spec: GenerateSpec, request: LiveRequest, call: Call) -> None:
         prompt = await self.pool.run(lambda: prompt_tokens(model, spec))
+        if spec.stop_strings and (stop_ids := model.stop_ids) is not None:
+            request.watched_ids = await self.pool.run(lambda: stop_ids.of(spec.stop_strings))
         plan = make_plan(model, spec.wishes, prompt)
         constraint = spec.wishes.options.constraint
         if constraint is not None:

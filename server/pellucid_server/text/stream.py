@@ -1,6 +1,6 @@
 """The text of one output: detokenizing, then stop strings. The only way from ids to text while generating.
 
-In: the ids that the output is made of, one by one. Out: pieces of text that join to what a reader sees, and the stop
+In: the ids that the output is made of, as they come. Out: pieces of text that join to what a reader sees, and the stop
 string that ended it. A unary answer is the joined pieces.
 
 An id that ended the output (EOS or a stop token id) adds no text: it is not pushed, only finish() is called.

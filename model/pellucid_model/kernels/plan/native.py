@@ -91,7 +91,7 @@ class StepSampling:
     settings: array[int]
     """A Row of src/sampler_row.h for each sequence, without banned ids; output_index moves on in place."""
     end_ids: array[int]
-    """int32, those of all sequences, one after the other: the step in which one of them is sampled is the last."""
+    """int64, those of all sequences, one after the other: the step in which one of them is sampled is the last."""
     end_begins: array[int]
     """[S + 1] int32."""
     until: float

@@ -23,7 +23,6 @@ void pellucid_layer_norm(const float* x, const float* weight, const float* bias,
 }
 
 namespace pellucid {
-namespace {
 
 // Mirrors plan/instructions.py.
 enum Kind : int32_t {
@@ -40,8 +39,6 @@ struct Place {
     int64_t phase;  // 0 tokens, 1 sampled
 };
 
-using ActivateCall = void (*)(const float* x, float* out, int64_t size, int threads);
-
 struct Instruction {
     Place a, b, c, out;
     const void* call;    // of activations
@@ -54,6 +51,10 @@ struct Instruction {
     int32_t other;    // Second, TableFormat; for attention 1: sinks stay visible
     int32_t window, rotary;  // indices into Batch, rotary -1: none
 };
+
+namespace {
+
+using ActivateCall = void (*)(const float* x, float* out, int64_t size, int threads);
 
 struct LayerPlaces {
     Place out, residual;  // residual: width 0 where there is none
@@ -216,9 +217,10 @@ private:
     }
 
     // What each thread is going to read of the cache in the attention that comes next; null where that is not worth
-    // fetching beforehand: of few rows the weights take memory all its time, and of long contexts little would be kept.
+    // fetching beforehand (of few rows the weights take memory all its time, and of long contexts little would be kept),
+    // and until one attention has found the batch's tables in order.
     CacheReading* reading_before(const Instruction* i) {
-        if (batch_.rows[0] != batch_.sequences || batch_.rows[0] < kRowsForReading) return nullptr;
+        if (!checked_ || batch_.rows[0] != batch_.sequences || batch_.rows[0] < kRowsForReading) return nullptr;
         while (i < end_ && i->kind != kAttention) ++i;
         if (i != reading_for_) {
             reading_for_ = i;
@@ -252,9 +254,11 @@ private:
         }
     }
 
-    int32_t attention(const Instruction& i) const {
-        Arguments a = attention_arguments(i);
-        return pellucid_paged_attention(&a);
+    int32_t attention(const Instruction& i) {
+        const Arguments a = attention_arguments(i);
+        const int32_t status = pellucid_paged_attention(&a);
+        checked_ = status == kOk;
+        return status;
     }
 
     Arguments attention_arguments(const Instruction& i) const {
@@ -291,6 +295,7 @@ private:
 
     const Batch& batch_;
     const Instruction* const end_;
+    bool checked_ = false;  // by an attention of this step
     const Instruction* reading_for_ = nullptr;  // the attention that `readings_` is of
     std::vector<CacheReading> readings_;        // of each thread
 };
@@ -298,7 +303,6 @@ private:
 }  // namespace
 }  // namespace pellucid
 
-// Returns kBeyondTable or the attention's Status; anything but kOk stops the step there.
 extern "C" int32_t pellucid_run_plan(const pellucid::Instruction* instructions, int64_t count,
                                      const pellucid::Batch* batch) {
     pellucid::Step step(*batch, instructions + count);

@@ -24,4 +24,10 @@ struct Batch {
     int32_t threads;
 };
 
+struct Instruction;
+
 }  // namespace pellucid
+
+// Returns kBeyondTable or the attention's Status; anything but kOk stops the step there.
+extern "C" int32_t pellucid_run_plan(const pellucid::Instruction* instructions, int64_t count,
+                                     const pellucid::Batch* batch);

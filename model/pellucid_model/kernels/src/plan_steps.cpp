@@ -9,12 +9,6 @@
 #include "plan_batch.h"
 #include "sampler_row.h"
 
-extern "C" {
-int32_t pellucid_run_plan(const void* instructions, int64_t count, const pellucid::Batch* batch);
-void pellucid_sample(const float* logits, int64_t rows, int64_t stride, int64_t vocab, const void* settings,
-                     const int32_t* banned_ids, int threads, int32_t* out);
-}
-
 namespace pellucid {
 namespace {
 
@@ -24,7 +18,7 @@ struct Steps {
     int64_t vocab;           // ids that may be sampled
     int64_t stride;          // of logits
     Row* settings;           // [S], whose output_index moves on
-    const int32_t* end_ids;  // sequence i ends with end_ids[end_begins[i], end_begins[i + 1])
+    const int64_t* end_ids;  // sequence i ends with end_ids[end_begins[i], end_begins[i + 1])
     const int32_t* end_begins;      // [S + 1]
     const int32_t* spans;           // [S] tokens that a rolling window and its sinks hold, 0: none; or null
     int64_t *tokens, *positions;    // [S]
@@ -47,7 +41,7 @@ bool is_readable(int32_t descriptor) {
 
 bool ends_a_sequence(const Steps& steps, const int32_t* sampled, int64_t sequences) {
     for (int64_t i = 0; i < sequences; ++i) {
-        const int32_t *first = steps.end_ids + steps.end_begins[i], *last = steps.end_ids + steps.end_begins[i + 1];
+        const int64_t *first = steps.end_ids + steps.end_begins[i], *last = steps.end_ids + steps.end_begins[i + 1];
         if (sampled[i] < 0 || std::find(first, last, sampled[i]) != last) return true;
     }
     return false;
@@ -68,7 +62,7 @@ void move_on(const Steps& steps, const int32_t* sampled, int64_t sequences) {
 }  // namespace pellucid
 
 // The batch: one row for each sequence, each of which needs logits. Returns pellucid_run_plan's status.
-extern "C" int32_t pellucid_run_steps(const void* instructions, int64_t count, const pellucid::Batch* batch,
+extern "C" int32_t pellucid_run_steps(const pellucid::Instruction* instructions, int64_t count, const pellucid::Batch* batch,
                                       pellucid::Steps* steps) {
     const int64_t sequences = batch->sequences;
     for (steps->done = 0; steps->done < steps->most;) {

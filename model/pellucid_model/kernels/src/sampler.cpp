@@ -248,17 +248,11 @@ int32_t sample_row(const float* row, int64_t vocab, const Row& settings, const i
 
 }  // namespace
 
-// logits      [rows][stride], of which ids 0 … vocab - 1 may be chosen
-// settings    [rows]
-// banned_ids  see Row
-// threads     at most so many, at least 1; no result depends on it
-// out         [rows], ids, -1 where there is no answer
-extern "C" void pellucid_sample(const float* logits, int64_t rows, int64_t stride, int64_t vocab, const void* settings,
+extern "C" void pellucid_sample(const float* logits, int64_t rows, int64_t stride, int64_t vocab, const Row* settings,
                                 const int32_t* banned_ids, int threads, int32_t* out) {
-    const Row* row_settings = static_cast<const Row*>(settings);
     const int most = static_cast<int>(std::clamp<int64_t>(rows, 1, threads));
     pellucid::for_each_unit(pellucid::useful_threads(most, rows * vocab), rows, [&](int64_t i, int) {
         static thread_local Scratch scratch;
-        out[i] = sample_row(logits + i * stride, vocab, row_settings[i], banned_ids, scratch);
+        out[i] = sample_row(logits + i * stride, vocab, settings[i], banned_ids, scratch);
     });
 }

@@ -38,3 +38,11 @@ struct Row {
 static_assert(sizeof(Row) == 144);
 
 }  // namespace pellucid
+
+// logits      [rows][stride], of which ids 0 … vocab - 1 may be chosen
+// settings    [rows]
+// banned_ids  see Row
+// threads     at most so many, at least 1; no result depends on it
+// out         [rows], ids, -1 where there is no answer
+extern "C" void pellucid_sample(const float* logits, int64_t rows, int64_t stride, int64_t vocab,
+                                const pellucid::Row* settings, const int32_t* banned_ids, int threads, int32_t* out);
