@@ -173,8 +173,8 @@ class Outbox:
 
     @property
     def is_paced(self) -> bool:
-        """Whether its messages keep a gap."""
-        return self._rules.paced
+        """Whether it has several messages, which keep a gap."""
+        return self._rules.paced and not self._rules.final_only
 
     @property
     def is_eager(self) -> bool:

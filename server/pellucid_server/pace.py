@@ -15,7 +15,7 @@ MESSAGES_PER_SECOND = 1000
 
 
 def message_gap(streams: int) -> float:
-    """Seconds for which what comes for so many streams may gather."""
+    """Seconds for which what comes for so many streams may gather. An answer in one message is none."""
     return min(LONGEST_GAP, max(SHORTEST_GAP, streams / MESSAGES_PER_SECOND))
 
 

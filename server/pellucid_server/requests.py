@@ -27,7 +27,7 @@ from pellucid_server.engine.sequence import AGEING_SECONDS
 from pellucid_server.live_request import LiveRequest, LiveSequence, Plan, submit_messages
 from pellucid_server.logs import LOGGER
 from pellucid_server.metrics import Metrics
-from pellucid_server.pace import Pace
+from pellucid_server.pace import LONGEST_GAP, Pace
 from pellucid_server.progress import advance
 from pellucid_server.readiness import Readiness
 from pellucid_server.text.stream import TextStream
@@ -114,7 +114,8 @@ class RequestTable:
         self._no_streams.clear()
         if time_limit is not None:
             loop = asyncio.get_running_loop()
-            request.timer = loop.call_later(time_limit, self._finish, request, "time_limit")
+            # The engine ends it, with all tokens up to the limit, unless it is away or busy.
+            request.timer = loop.call_later(time_limit + LONGEST_GAP, self._finish, request, "time_limit")
         return request
 
     def start(self, request: LiveRequest, plan: Plan, text: Callable[[], TextStream | None]) -> None:

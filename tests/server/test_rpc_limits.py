@@ -135,7 +135,7 @@ def test_deadlines(server: ServerProcess, service: inference_pb2_grpc.InferenceS
 def test_time_limits_end_ok(service: inference_pb2_grpc.InferenceServiceStub) -> None:
     answer = collect(service.Generate(request(stopping={**LONG, "time_limit": {"nanos": 200_000_000}}), timeout=20))
     assert answer.reason == "time_limit"
-    assert 3 <= len(answer.token_ids) <= 20
+    assert 3 <= len(answer.token_ids) <= 24  # this engine knows no limits: the frontend ends it a moment later
     assert 0.2 <= answer.timings.total_time.ToTimedelta().total_seconds() < 1
 
 

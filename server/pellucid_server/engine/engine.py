@@ -158,7 +158,7 @@ class Engine:
         self._prefill_tokens += sum([chunk.count for chunk in step.chunks]) - decoded
         progress = step.expired + self._scheduler.complete(step, outcome.sampled, outcome.scores)
         report = StepDone(progress, self._stats(step, outcome.ended[0] - began, phase), outcome.ended)
-        if phase == "decode" and ended < report_at and not _is_urgent(step, progress):
+        if phase == "decode" and ended < until and not _is_urgent(step, progress):
             connection.hold(report)
         else:
             connection.send(report)
