@@ -31,7 +31,7 @@ from .test_cli import COMMAND, environment, pellucid
 
 CONTEXT = 4096
 LONG: dict[str, Any] = {"ignore_eos": True, "max_new_tokens": 100}
-ENDLESS: dict[str, Any] = {"ignore_eos": True, "max_new_tokens": 4000}
+ENDLESS: dict[str, Any] = {"ignore_eos": True, "max_new_tokens": 16000}
 
 
 @pytest.fixture(scope="module")

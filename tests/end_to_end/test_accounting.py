@@ -18,7 +18,7 @@ CONTEXT = 128
 ROUNDS = 12
 HELD = 5
 REJECT = inference_pb2.ContextPolicy(overflow=inference_pb2.CONTEXT_OVERFLOW_REJECT)
-FOREVER = {"max_new_tokens": 16384, "ignore_eos": True}
+FOREVER = {"max_new_tokens": 1_000_000, "ignore_eos": True}
 
 Stub = inference_pb2_grpc.InferenceServiceStub
 Outcome = tuple[str, Answer | None]
@@ -27,7 +27,7 @@ Outcome = tuple[str, Answer | None]
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     folder = tiny_checkpoint(tmp_path_factory.mktemp("accounting") / "tiny", tiny_config(context_length=CONTEXT))
-    with serve(folder, "--dtype", "float32", "--threads", "1") as running:
+    with serve(folder, "--dtype", "float32", "--threads", "1", "--max-new-tokens-limit", "1000000") as running:
         yield running
 
 

@@ -124,7 +124,8 @@ def test_one_request_id_for_two_requests(server: ServerProcess, channel: grpc.Ch
     long: dict[str, Any] = {"sampling": {"seed": 3}, "stopping": {"max_new_tokens": 300, "ignore_eos": True}}
     alone = generate(channel, "abc", **long).token_ids
     stub = inference_pb2_grpc.InferenceServiceStub(channel)
-    stream = stub.Generate(request("abc", request_id="same", **long), timeout=30)
+    slowly = {"min_tokens_per_message": 1}
+    stream = stub.Generate(request("abc", request_id="same", output=slowly, **long), timeout=30)
     messages = [next(stream)]
     for _ in range(3):
         found = refused(channel, request("xyz", request_id="same"))
