@@ -35,8 +35,10 @@ SECONDS = 2.0
 """Until everything must be free again."""
 CONTEXT = 512
 # Few run at once and a prompt takes several steps, so that there are always some queued, prefilling and decoding.
-FLAGS = ("--dtype", "float32", "--threads", "1", "--max-running", "8", "--max-queue", "600", "--max-step-tokens", "32")
-FLAGS += ("--max-new-tokens-limit", "1000000")
+FLAGS = (
+    *("--dtype", "float32", "--threads", "1", "--max-running", "8", "--max-queue", "600", "--max-step-tokens", "32"),
+    *("--max-new-tokens-limit", "1000000"),
+)
 PROMPT = [5] * 200
 ENDLESS: dict[str, Any] = {"stopping": {"max_new_tokens": 1_000_000, "ignore_eos": True}}
 ROLL = inference_pb2.ContextPolicy(overflow=inference_pb2.CONTEXT_OVERFLOW_ROLL)
