@@ -54,7 +54,7 @@ def answered(server: ServerProcess) -> float:
 
 
 def ask(client: Client, **options: Any) -> Completion:
-    return client.generate("a", max_new_tokens=3, timeout=20, **options).result()
+    return client.generate("a", max_new_tokens=3, ignore_eos=True, timeout=20, **options).result()
 
 
 def wait_for_both(client: Client, servers: tuple[ServerProcess, ServerProcess]) -> None:
@@ -83,7 +83,7 @@ def test_two_servers_take_turns(tmp_path: Path) -> None:
         async def crowd() -> set[tuple[int, ...]]:
             async with AsyncClient(f"ipv4:{one.address},{other.address}") as client:
                 await client.wait_until_ready(10)
-                streams = [client.generate("a", seed=1, max_new_tokens=20) for _ in range(40)]
+                streams = [client.generate("a", seed=1, max_new_tokens=20, ignore_eos=True) for _ in range(40)]
                 return {answer.token_ids for answer in await asyncio.gather(*(each.result() for each in streams))}
 
         before = answered(one), answered(other)
