@@ -97,7 +97,7 @@ class Chooser:
             ahead += 1
         return chosen
 
-    def repeatable(self, chunks: Sequence[Chunk], most: int, interruption: Interruption) -> StepSampling | None:
+    def repeatable(self, most: int, interruption: Interruption) -> StepSampling | None:
         """How the chunks that `begin` was told of sample several times in a row.
 
         None where what a sequence may choose, or what is told of it, depends on more than the logits and its place.

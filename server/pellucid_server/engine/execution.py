@@ -54,7 +54,7 @@ class Executor:
         due = [chunk for chunk in step.chunks if chunk.samples]
         self.chooser.begin(due)
         if interruption is not None and step.repeats > 1:
-            sampling = self.chooser.repeatable(due, step.repeats, interruption)
+            sampling = self.chooser.repeatable(step.repeats, interruption)
             if sampling is not None:
                 tokens, ended, logits = self.runner.run_steps(step, sampling)
                 return Outcome(self.chooser.chosen(tokens, logits), {}, ended.tolist())

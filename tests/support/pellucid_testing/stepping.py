@@ -163,7 +163,7 @@ class Stepper:
         step = scheduler.schedule(0.0, most_repeats)
         sampling = [chunk for chunk in step.chunks if chunk.samples]
         self.chooser.begin(sampling)
-        in_a_row = self.chooser.repeatable(sampling, step.repeats, interruption) if step.repeats > 1 else None
+        in_a_row = self.chooser.repeatable(step.repeats, interruption) if step.repeats > 1 else None
         sampled: list[list[Sampled]]
         if in_a_row is not None:
             ids, ended, logits = self.loaded.runner.run_steps(step, in_a_row)

@@ -17,6 +17,7 @@ from pellucid_model.contract import Rotary
 from pellucid_model.kernels.fused import NORMS, LinearLayer, address, linear_arguments, linear_layer
 from pellucid_model.kernels.native import CACHE_FORMATS, TABLE_FORMATS, AttentionArguments, NativeKernels
 from pellucid_model.kernels.plan.program import (
+    PHASES,
     Activate,
     Arithmetic,
     Attention,
@@ -27,7 +28,6 @@ from pellucid_model.kernels.plan.program import (
     Linear,
     Normalize,
     Operand,
-    Phase,
     Program,
     Rearrange,
     Reduce,
@@ -36,7 +36,6 @@ from pellucid_model.kernels.plan.program import (
 )
 
 _KINDS = (Gather, Select, Copy, Rearrange, Combine, Reduce, Linear, Normalize, Activate, Attention)
-_PHASES: tuple[Phase, ...] = get_args(Phase)
 _ARITHMETIC: tuple[str, ...] = get_args(Arithmetic)
 _REDUCTIONS: tuple[str, ...] = get_args(Reduction)
 _ROWS, _SAME_FOR_ALL_ROWS, _NUMBER = range(3)
@@ -178,7 +177,7 @@ class CompiledProgram:
     def _place(self, operand: Operand) -> _Place:
         program, buffer = self._program, operand.buffer
         start = -1 if buffer == self._logits_buffer else self._places[buffer]
-        phase = _PHASES.index(program.phases[buffer])
+        phase = PHASES.index(program.phases[buffer])
         return _Place(start, program.widths[buffer], operand.offset, operand.width, phase)
 
     def _function(self, name: str) -> int | None:

@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Sequence
 from ctypes import c_double, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
-from typing import TypeAlias, get_args
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,9 +17,8 @@ from pellucid_model.kernels.fused import address
 from pellucid_model.kernels.huge_pages import untouched_zeros
 from pellucid_model.kernels.native import NativeKernels, attention_error
 from pellucid_model.kernels.plan.instructions import CompiledProgram
-from pellucid_model.kernels.plan.program import Phase, Program
+from pellucid_model.kernels.plan.program import PHASES, Program
 
-_PHASES: tuple[Phase, ...] = get_args(Phase)
 _BEYOND_TABLE = -1
 
 
@@ -43,7 +42,6 @@ class _Steps(ctypes.Structure):
     _fields_ = (
         *((name, c_int64) for name in ("most", "vocab", "stride")),
         *((name, c_void_p) for name in ("settings", "end_ids", "end_begins", "spans")),
-        *((name, c_void_p) for name in ("tokens", "positions", "positions32", "sink_query_positions")),
         ("until", c_double),
         ("descriptor", c_int32),
         *((name, c_void_p) for name in ("sampled", "ended")),
@@ -152,10 +150,6 @@ class Plan:
             end_ids=address(sampling.end_ids),
             end_begins=address(sampling.end_begins),
             spans=address(spans),
-            tokens=address(batch.tokens),
-            positions=address(batch.positions),
-            positions32=address(batch.positions32),
-            sink_query_positions=address(batch.sink_query_positions),
             until=sampling.until,
             descriptor=sampling.descriptor,
             sampled=address(sampled),
@@ -181,8 +175,8 @@ class Plan:
             *(_Angles(cos.data_ptr(), sin.data_ptr(), len(cos)) for cos, sin in batch.angles)
         )
         call = _Batch(
-            rows=tuple(rows[phase] for phase in _PHASES),
-            arena=tuple(self._held(p, rows[p] * self._compiled.arena_widths[p]).data_ptr() for p in _PHASES),
+            rows=tuple(rows[phase] for phase in PHASES),
+            arena=tuple(self._held(p, rows[p] * self._compiled.arena_widths[p]).data_ptr() for p in PHASES),
             logits=logits.data_ptr(),
             tokens=address(batch.tokens),
             positions=address(batch.positions),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 from torch import Tensor
 
@@ -19,6 +19,8 @@ from pellucid_model.kernels.fused import Norm
 from pellucid_model.kernels.interface import Activation, Function, PackedLinear, Table
 
 Phase = Literal["tokens", "sampled"]
+PHASES: tuple[Phase, ...] = get_args(Phase)
+"""Numbers of the C++ arrays are places in it."""
 Arithmetic = Literal["add", "subtract", "multiply", "divide", "maximum", "minimum"]
 Reduction = Literal["sum", "maximum"]
 

@@ -15,10 +15,13 @@ struct Batch {
     int64_t rows[2];  // of each phase
     float* arena[2];
     float* logits;
-    const int64_t *tokens, *positions, *sampled_rows;
-    const int32_t *positions32, *row_sequence, *block_tables;
+    int64_t *tokens, *positions;  // these, positions32 and sink_query_positions move on from step to step
+    const int64_t* sampled_rows;
+    int32_t* positions32;
+    const int32_t *row_sequence, *block_tables;
     const int32_t* const* windows;
-    const int32_t *sinks, *sink_query_positions;
+    const int32_t* sinks;
+    int32_t* sink_query_positions;
     const Angles* angles;
     int64_t sequences, table_width;
     int32_t threads;

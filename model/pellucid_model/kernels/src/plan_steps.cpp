@@ -12,7 +12,7 @@
 namespace pellucid {
 namespace {
 
-// Mirrors plan/native.py. S sequences, one row each; the arrays that move on are the batch's own.
+// Mirrors plan/native.py. S sequences, one row each.
 struct Steps {
     int64_t most;            // at least 1
     int64_t vocab;           // ids that may be sampled
@@ -21,8 +21,6 @@ struct Steps {
     const int64_t* end_ids;  // sequence i ends with end_ids[end_begins[i], end_begins[i + 1])
     const int32_t* end_begins;      // [S + 1]
     const int32_t* spans;           // [S] tokens that a rolling window and its sinks hold, 0: none; or null
-    int64_t *tokens, *positions;    // [S]
-    int32_t *positions32, *sink_query_positions;  // [S]; the latter null without spans
     double until;                   // no step begins after this moment of the monotonic clock
     int32_t descriptor;             // or when this can be read; -1: none
     int32_t* sampled;               // [most, S] -> ids, -1 where there is no answer
@@ -47,14 +45,15 @@ bool ends_a_sequence(const Steps& steps, const int32_t* sampled, int64_t sequenc
     return false;
 }
 
-void move_on(const Steps& steps, const int32_t* sampled, int64_t sequences) {
-    for (int64_t i = 0; i < sequences; ++i) {
-        steps.tokens[i] = sampled[i];
-        const int32_t position = ++steps.positions32[i];
-        steps.positions[i] = position;
+// Every sequence's row becomes that of the token it has sampled.
+void move_on(const Batch& batch, const Steps& steps, const int32_t* sampled) {
+    for (int64_t i = 0; i < batch.sequences; ++i) {
+        batch.tokens[i] = sampled[i];
+        const int32_t position = ++batch.positions32[i];
+        batch.positions[i] = position;
         steps.settings[i].output_index++;
         if (steps.spans)
-            steps.sink_query_positions[i] = steps.spans[i] > 0 ? std::min(position, steps.spans[i] - 1) : position;
+            batch.sink_query_positions[i] = steps.spans[i] > 0 ? std::min(position, steps.spans[i] - 1) : position;
     }
 }
 
@@ -62,8 +61,8 @@ void move_on(const Steps& steps, const int32_t* sampled, int64_t sequences) {
 }  // namespace pellucid
 
 // The batch: one row for each sequence, each of which needs logits. Returns pellucid_run_plan's status.
-extern "C" int32_t pellucid_run_steps(const pellucid::Instruction* instructions, int64_t count, const pellucid::Batch* batch,
-                                      pellucid::Steps* steps) {
+extern "C" int32_t pellucid_run_steps(const pellucid::Instruction* instructions, int64_t count,
+                                      const pellucid::Batch* batch, pellucid::Steps* steps) {
     const int64_t sequences = batch->sequences;
     for (steps->done = 0; steps->done < steps->most;) {
         const int32_t status = pellucid_run_plan(instructions, count, batch);
@@ -75,7 +74,7 @@ extern "C" int32_t pellucid_run_steps(const pellucid::Instruction* instructions,
         steps->ended[steps->done++] = now;
         if (now >= steps->until || pellucid::ends_a_sequence(*steps, sampled, sequences)) break;
         if (pellucid::is_readable(steps->descriptor)) break;
-        pellucid::move_on(*steps, sampled, sequences);
+        pellucid::move_on(*batch, *steps, sampled);
     }
     return 0;
 }
