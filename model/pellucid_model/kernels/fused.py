@@ -48,8 +48,7 @@ class LinearArguments(ctypes.Structure):
         *((name, c_int64) for name in ("layer_count", "rows", "inputs")),
         ("norm_epsilon", c_float),
         *((name, c_int32) for name in ("norm", "format", "threads")),
-        ("next", c_void_p),
-        ("reading", c_void_p),
+        *((name, c_void_p) for name in ("next", "reading", "prepared")),
     )
 
 

@@ -1,9 +1,9 @@
 // Causal attention of a ragged batch over a paged key-value cache.
 //
-// Side effects, in order: the new keys (rotated) and values of all rows, where there are any, are written into the
-// cache; then every row attends, reading all keys and values, its own included, from the cache. Prefill, chunked
-// prefill and decode are therefore one computation; attention_tile.h fixes its order, so that no bit depends on what
-// else is in the batch, or on how the work is cut here.
+// The new keys (rotated) and values of a sequence's rows, where there are any, are written into the cache; then these rows
+// attend, reading all keys and values, their own included, from the cache. Prefill, chunked prefill and decode are
+// therefore one computation; attention_tile.h fixes its order, so that no bit depends on what else is in the batch, or on
+// how the work is cut here. What one sequence writes no other sequence sees in the same call.
 #include <memory>
 #include <vector>
 
@@ -28,12 +28,14 @@ struct Plan {
     std::vector<TokenTile> tiles;
     int64_t blocks = 0;  // key blocks times rows times kv heads
     int64_t work = 0;    // multiply-adds of the whole call, about
+    bool whole = true;   // every tile has all rows of its sequence
 
     void make(const Arguments& a) {
         const int64_t most = std::max<int64_t>(1, kTokenRows / (a.query_heads / a.kv_heads));
         int64_t keys = 0;
         tiles.clear();
         blocks = 0;
+        whole = true;
         for (int64_t row = 0; row < a.rows;) {
             TokenTile tile{row, 0, {0, 0}, {0, 0}};
             do {
@@ -44,6 +46,7 @@ struct Plan {
                 ++tile.count;
                 ++row;
             } while (row < a.rows && tile.count < most && a.row_sequence[row] == a.row_sequence[tile.first]);
+            whole = whole && (tiles.empty() || a.row_sequence[tiles.back().first] < a.row_sequence[tile.first]);
             tiles.push_back(tile);
             blocks += tile.count * tile.pieces() * a.kv_heads;
         }
@@ -58,14 +61,14 @@ struct Unit {
     int32_t begin, end;
     int64_t partials;  // where the tile's partials begin
 
-    KeyBlock first_block(const Arguments& a) const {
-        return {a.row_sequence[tile->first], kv_head, tile->start(begin)};
-    }
+    KeyBlock first_block(const Arguments& a) const { return tile->block(a, kv_head, begin); }
 };
 
 struct Units {
     std::vector<Unit> all, split;  // split: one for each tile and head that is in parts
     int64_t partials = 0;          // numbers
+    // Each tile's last unit of a head writes its keys and values before it attends: no other unit sees them.
+    bool write = true;
 
     // Tiles that would keep a thread busy for long are cut, so that the others have something to do.
     void make(const Arguments& a, const Plan& plan, int threads) {
@@ -74,6 +77,7 @@ struct Units {
         all.clear();
         split.clear();
         partials = 0;
+        write = plan.whole;
         // Single rows go in their order, so that a thread has those that it computed; of prompts the last rows, which see
         // most, go first.
         const auto tiles = static_cast<int64_t>(plan.tiles.size());
@@ -86,6 +90,7 @@ struct Units {
                     all.push_back({tile, head, 0, tile->pieces(), -1});
                     continue;
                 }
+                write = write && tile->count == 1;
                 split.push_back({tile, head, 0, tile->pieces(), partials});
                 for (int64_t part = 0; part < parts; ++part) {
                     const auto begin = static_cast<int32_t>(tile->pieces() * part / parts);
@@ -118,22 +123,17 @@ Status check(const Arguments& a) {
 }
 
 template <class Format>
+void write_rows(const Arguments& a, int64_t row, int64_t end_row, int64_t head, int64_t end_head) {
+    static thread_local CacheWriter<Format> writer;
+    for (; row < end_row; ++row) writer.write(a, row, own_block(a, row), head, end_head);
+}
+
+template <class Format>
 void write_cache(const Arguments& a) {
-    using Number = typename Format::Number;
-    const HeadLayout<Format> layout(a.head_dim, a.block_size);
     const int threads = useful_threads(a.threads, 4 * a.rows * a.kv_heads * a.head_dim);
     const EvenParts parts(a.rows, std::max<int64_t>(1, divide_up(a.rows, kUnitsPerThread * threads)));
     for_each_unit(threads, parts.count, [&](int64_t part, int) {
-        HeadWriter<Format> writer(a.head_dim, layout);
-        std::vector<float> buffer(a.head_dim);
-        for (int64_t row = parts.begin(part); row < parts.begin(part) + parts.size(part); ++row)
-            for (int64_t head = 0; head < a.kv_heads; ++head) {
-                const int64_t to = layout.head(a, own_block(a, row), head), position = a.positions[row];
-                const float* key = a.k + row * a.k_stride + head * a.head_dim;
-                const float* value = a.v + row * a.v_stride + head * a.head_dim;
-                writer.store(rotated(a, key, position, buffer.data()), value, position % a.block_size,
-                             static_cast<Number*>(a.k_cache) + to, static_cast<Number*>(a.v_cache) + to);
-            }
+        write_rows<Format>(a, parts.begin(part), parts.begin(part + 1), 0, a.kv_heads);
     });
 }
 
@@ -150,27 +150,46 @@ int32_t paged_attention(const Arguments& a) {
     plan.make(a);
     const int threads = useful_threads(a.threads, plan.work);
     units.make(a, plan, threads);
-    float* const partials = scratch<float, kAttentionPartials>(units.partials);
+    float* const partials = a.partials ? a.partials : scratch<float, kAttentionPartials>(units.partials);
     std::atomic<int32_t> status{kOk};
-    if (a.k) write_cache<Format>(a);
+    if (a.k && !units.write) write_cache<Format>(a);
     const auto count = static_cast<int64_t>(units.all.size());
-    for_each_unit(threads, count, [&, all = units.all.data()](int64_t i, int) {
-        const Unit &unit = all[i], &following = all[std::min<int64_t>(i + 1, count - 1)];
-        const KeyBlock next = following.first_block(a);
+    for_each_unit(threads, count, [&, &units = units](int64_t i, int worker) {
+        const Unit& unit = units.all[i];
+        const TokenTile& tile = *unit.tile;
+        const bool last = i + 1 == count || i + 1 == first_unit(worker + 1, count, threads);
+        const KeyBlock next = last ? KeyBlock{} : units.all[i + 1].first_block(a);
+        if (a.k && units.write && unit.end == tile.pieces())
+            write_rows<Format>(a, tile.first, tile.first + tile.count, unit.kv_head, unit.kv_head + 1);
         auto& attention = tile_attention<Format>();
         if (unit.partials < 0)
-            attention.run(a, status, *unit.tile, unit.kv_head, next);
+            attention.run(a, status, tile, unit.kv_head, next);
         else
-            attention.run_part(a, status, *unit.tile, unit.kv_head, next, unit.begin, unit.end,
-                               partials + unit.partials);
+            attention.run_part(a, status, tile, unit.kv_head, next, unit.begin, unit.end, partials + unit.partials);
     });
-    for (const Unit& unit : units.split)
+    const auto split = static_cast<int64_t>(units.split.size());
+    if (split == 0) return status;
+    for_each_unit(threads, split, [&, &units = units](int64_t i, int) {
+        const Unit& unit = units.split[i];
         tile_attention<Format>().finish(a, status, *unit.tile, unit.kv_head, partials + unit.partials);
+    });
     return status;
 }
 
 }  // namespace
 }  // namespace pellucid
+
+// Numbers of `partials` that a call needs on any number of threads up to its own, for fewer cut less; or, where an
+// argument is out of range, the Status, negative.
+extern "C" int64_t pellucid_count_partials(const pellucid::Arguments* arguments) {
+    using namespace pellucid;
+    static thread_local Plan plan;
+    static thread_local Units units;
+    if (const Status status = check(*arguments); status != kOk) return -status;
+    plan.make(*arguments);
+    units.make(*arguments, plan, arguments->threads);
+    return units.partials;
+}
 
 // Returns a Status. Anything but kOk means that an argument is out of range and `out` is not to be used; except for a
 // visible block that the table does not hold, nothing has been written to the cache then.

@@ -37,6 +37,7 @@ struct Arguments {
     int64_t rotary_positions, rotary_dim, bias_width;
     float scale, softcap;  // softcap 0: none
     int32_t interleaved, cache_format, threads;
+    float* partials;  // what a team shares to merge in: pellucid_count_partials; null: there is no team
 };
 
 enum Status : int32_t { kOk, kBadRowSequence, kBadPosition, kBadSinkQueryPosition, kBadBlock };

@@ -103,15 +103,29 @@ inline float store_rounded(const float* x, int64_t count, uint8_t* to) {
     return usable ? largest / 127.0f : bits < kInfinityBits ? 0.0f : NAN;
 }
 
-// Writes keys and values into heads of the cache.
+// Writes the keys and values of rows into the cache. Kept by a thread from call to call.
 template <class Format>
-class HeadWriter {
+class CacheWriter {
     using Number = typename Format::Number;
 
 public:
-    HeadWriter(int64_t head_dim, const HeadLayout<Format>& layout)
-        : layout_(layout), head_dim_(head_dim), key_(layout.width, zero<Format>()), value_(key_) {}
+    // Of row `row`, for kv heads [begin, end), into slot `position % block_size` of cache block `block`.
+    void write(const Arguments& a, int64_t row, int64_t block, int64_t begin, int64_t end) {
+        head_dim_ = a.head_dim;
+        layout_ = HeadLayout<Format>(a.head_dim, a.block_size);
+        rotated_.resize(a.head_dim);
+        key_.assign(layout_.width, zero<Format>());
+        value_ = key_;
+        for (int64_t head = begin; head < end; ++head) {
+            const int64_t to = layout_.head(a, block, head), position = a.positions[row];
+            const float* key = a.k + row * a.k_stride + head * a.head_dim;
+            const float* value = a.v + row * a.v_stride + head * a.head_dim;
+            store(rotated(a, key, position, rotated_.data()), value, position % a.block_size,
+                  static_cast<Number*>(a.k_cache) + to, static_cast<Number*>(a.v_cache) + to);
+        }
+    }
 
+private:
     // key, value [head_dim], into slot `slot`.
     void store(const float* key, const float* value, int64_t slot, Number* keys, Number* values) {
         const float key_scale = store_rounded(key, head_dim_, key_.data());
@@ -130,9 +144,9 @@ public:
         for (int64_t d = 0; d < width; ++d, values += value_step) *values = value_[d];
     }
 
-private:
-    HeadLayout<Format> layout_;
-    int64_t head_dim_;
+    HeadLayout<Format> layout_{1, 1};
+    int64_t head_dim_ = 0;
+    std::vector<float> rotated_;
     std::vector<Number> key_, value_;  // rounded; what they have beyond head_dim is 0
 };
 

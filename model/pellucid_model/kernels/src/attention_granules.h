@@ -17,10 +17,10 @@ struct Granules {
     const Number *keys[kGranules], *values[kGranules];
 };
 
-// Where a key block is: its first position in a sequence, of one kv head.
+// Where a key block is: its first position in a sequence, of one kv head. Nobody sees anything from `end` on.
 struct KeyBlock {
     int64_t sequence, kv_head;
-    int32_t start;
+    int32_t start, end;
 };
 
 // Looks them up for one sequence and kv head at a time.
@@ -43,13 +43,24 @@ public:
         for (int32_t g = seen.begin / kGranule; g * kGranule < seen.end; ++g) {
             if (layout_.granule < kGranule) {
                 if (!collect_granule(start, seen, local, g)) return false;
-            } else if (!find_granule({sequence_, kv_head_, start}, g, here)) {
+            } else if (!find_granule({sequence_, kv_head_, start, 0}, g, here)) {
                 if (is_seen(local, {g * kGranule, (g + 1) * kGranule})) return false;
                 here.keys[g] = here.values[g] = nothing_.data();  // in a gap between what the rows see
             }
         }
         find_ahead(next);
         return true;
+    }
+
+    // Prefetches the keys ahead whose places have none here, which would have done it on the way.
+    void fetch_rest(Range seen) const {
+        const int64_t bytes = kGranule * layout_.stride * sizeof(Number);
+        for (int g = 0; g < kGranules; ++g) {
+            if (g >= seen.begin / kGranule && g * kGranule < seen.end) continue;
+            if (ahead.keys[g] == nothing_.data()) continue;
+            const auto* keys = reinterpret_cast<const std::byte*>(ahead.keys[g]);
+            for (int64_t at = 0; at < bytes; at += 64) prefetch_to_l2(keys + at);
+        }
     }
 
 private:
@@ -97,9 +108,10 @@ private:
 
     // What to prefetch, where there is any.
     void find_ahead(const KeyBlock& next) {
-        for (int g = 0; g < kGranules; ++g)
-            if (layout_.granule < kGranule || !find_granule(next, g, ahead))
-                ahead.keys[g] = ahead.values[g] = nothing_.data();
+        for (int g = 0; g < kGranules; ++g) {
+            const bool is_needed = next.start + g * kGranule < next.end && layout_.granule == kGranule;
+            if (!is_needed || !find_granule(next, g, ahead)) ahead.keys[g] = ahead.values[g] = nothing_.data();
+        }
     }
 
 public:

@@ -30,6 +30,10 @@ struct TokenTile {
 
     int32_t pieces() const { return sink_blocks.size() + window_blocks.size(); }
     bool to_sinks(int32_t piece) const { return piece < sink_blocks.size(); }
+    KeyBlock block(const Arguments& a, int64_t kv_head, int32_t piece) const {
+        const int32_t end = to_sinks(piece) ? start(piece) + kBlock : a.positions[first + count - 1] + 1;
+        return {a.row_sequence[first], kv_head, start(piece), end};
+    }
     int32_t start(int32_t piece) const {  // a position
         return kBlock * (to_sinks(piece) ? sink_blocks.begin + piece : window_blocks.begin + piece - sink_blocks.size());
     }
@@ -106,8 +110,8 @@ private:
         for (int32_t piece = begin; piece < end; ++piece) {
             const bool to_sinks = tile_.to_sinks(piece);
             if (piece == begin || to_sinks != tile_.to_sinks(piece - 1)) look_at(to_sinks);
-            const KeyBlock own_next{a_->row_sequence[tile_.first], kv_head_, tile_.start(piece + 1)};
-            attend_block(tile_.start(piece), to_sinks, piece + 1 < end ? own_next : next, place(piece));
+            const KeyBlock following = piece + 1 < end ? tile_.block(*a_, kv_head_, piece + 1) : next;
+            attend_block(tile_.start(piece), to_sinks, following, place(piece));
             done();
         }
     }
@@ -149,6 +153,7 @@ private:
                 softmax(r, &score_[(r - row) * kBlock], seen, start, to_sinks, partial);
             values_.run(*a_, block_, score_, &local_[row], count, partial.values + row * stride_);
         }
+        block_.fetch_rest(seen);
     }
 
     // What a head adds for 16 keys that stand `distance`, distance - 1, … behind the query; the table's last column

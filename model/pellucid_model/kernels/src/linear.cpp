@@ -79,18 +79,34 @@ public:
         multiply();
     }
 
+    static int64_t prepared_bytes(const LinearArguments& a) {
+        return takes_floats(a) ? 0 : a.rows * Format::left_per_row(a.inputs) * static_cast<int64_t>(sizeof(Left));
+    }
+
 private:
     static int matrices(const LinearLayer& layer) { return layer.gate_weight ? 2 : 1; }
 
+    static bool takes_floats(const LinearArguments& a) { return Format::kTakesFloats && a.norm == kNoNorm; }
+
+    // A team shares out many rows. Of few each member prepares all for itself, which takes less time than to wait for
+    // the others.
     const Left* prepare() const {
         if constexpr (Format::kTakesFloats)
-            if (a_.norm == kNoNorm) return a_.x;
-        Left* left = scratch<Left, kPreparedRows>(a_.rows * stride_);
-        const EvenParts parts(a_.rows, std::max<int64_t>(1, divide_up(a_.rows, 4 * threads_)));
-        for_each_unit(useful_threads(threads_, a_.rows * a_.inputs * 4), parts.count, [&](int64_t part, int) {
-            for (int64_t row = parts.begin(part); row < parts.begin(part) + parts.size(part); ++row)
+            if (takes_floats(a_)) return a_.x;
+        const int threads = useful_threads(threads_, a_.rows * a_.inputs * kPrepareWork);
+        Left* const left = threads > 1 && a_.prepared ? static_cast<Left*>(a_.prepared)
+                                                      : scratch<Left, kPreparedRows>(a_.rows * stride_);
+        const auto prepare_rows = [&](int64_t begin, int64_t end) {
+            for (int64_t row = begin; row < end; ++row)
                 Format::prepare(normalised(a_.x + row * a_.inputs), a_.inputs, left + row * stride_);
-        });
+        };
+        if (threads == 1) {
+            prepare_rows(0, a_.rows);
+        } else {
+            const EvenParts parts(a_.rows, divide_up(a_.rows, 4 * threads));
+            for_each_unit(threads, parts.count,
+                          [&](int64_t part, int) { prepare_rows(parts.begin(part), parts.begin(part + 1)); });
+        }
         return left;
     }
 
@@ -119,14 +135,13 @@ private:
             const Run run = run_at(unit % run_count);
             const int64_t row = parts.begin(unit / run_count), rows = parts.size(unit / run_count);
             const bool last = unit + 1 == first_unit(worker + 1, units, threads_);
-            CacheReading* const reading = a_.reading ? a_.reading + worker : nullptr;
             const Weights then = last ? next_operator(worker) : first_read(run_at((unit + 1) % run_count));
             const EvenParts tiles(rows, Format::kRows);
             for (Run visit = first_visit(run); visit.first < run.last; visit = next_visit(run, visit)) {
                 const Run next = next_visit(run, visit);
                 const int64_t products = tiles.count * (visit.last - visit.first) * matrices(*run.layer);
                 const Weights following = next.first < run.last ? read(next) : then;
-                Fetching fetching(following, reading, Format::kCachedShift, products, panel_bytes_);
+                Fetching fetching(following, a_.reading, Format::kCachedShift, products, panel_bytes_);
                 for (int64_t tile = 0; tile < tiles.count; ++tile)
                     block(visit, row + tiles.begin(tile), tiles.size(tile), fetching);
             }
@@ -231,6 +246,7 @@ private:
             for (int v = 0; v < Vectors; ++v) store(out + (r * Vectors + v) * 16, sums[r][v]);
     }
 
+    static constexpr int64_t kPrepareWork = 12;         // of a number, which comes from another core maybe
     static constexpr int64_t kRowsApart = 16;            // of a thread that reads all weights
     static constexpr int64_t kRunBytes = 512 << 10;      // of a run, about
     static constexpr int64_t kVisitBytes = 20 << 10;     // of panels in the nearest cache, at least one
@@ -243,22 +259,33 @@ private:
     const Left* left_ = nullptr;
 };
 
-void run(const LinearArguments& arguments) {
+// call(format), of the arguments' format.
+template <class Call>
+auto with_format(const LinearArguments& arguments, const Call& call) {
     switch (arguments.format) {
-        case kFloat32: return Linear<Float32Format>(arguments).run();
-        case kBfloat16: return Linear<Bfloat16Format>(arguments).run();
-        case kInt8: return Linear<Int8Format>(arguments).run();
-        case kInt4: return Linear<Int4Format>(arguments).run();
+        case kBfloat16: return call(Bfloat16Format());
+        case kInt8: return call(Int8Format());
+        case kInt4: return call(Int4Format());
+        default: return call(Float32Format());
     }
+}
+
+void run(const LinearArguments& arguments) {
+    with_format(arguments, [&](auto format) { Linear<decltype(format)>(arguments).run(); });
 }
 
 void run_plain(WeightFormat format, const float* x, const void* weight, const float* bias, float* out, int64_t rows,
                int64_t inputs, int64_t outputs, int threads) {
     const LinearLayer layer{weight, bias, nullptr, nullptr, nullptr, out, outputs, kNoActivation};
-    run({x, nullptr, nullptr, &layer, 1, rows, inputs, 0.0f, kNoNorm, format, threads, nullptr, nullptr});
+    run({x, nullptr, nullptr, &layer, 1, rows, inputs, 0.0f, kNoNorm, format, threads, nullptr, nullptr, nullptr});
 }
 
 }  // namespace
+
+int64_t prepared_bytes(const LinearArguments& arguments) {
+    return with_format(arguments, [&](auto format) { return Linear<decltype(format)>::prepared_bytes(arguments); });
+}
+
 }  // namespace pellucid
 
 using namespace pellucid;

@@ -33,7 +33,10 @@ struct LinearArguments {
     int32_t format;  // of all their weights
     int32_t threads;
     const LinearArguments* next;  // the operator whose weights are read after this one's, or null
-    CacheReading* reading;        // of each thread, what it fetches of the cache meanwhile; or null
+    CacheReading* reading;        // what this thread fetches of the cache meanwhile; or null
+    void* prepared;  // what a team shares to prepare rows in: prepared_bytes; null: there is no team
 };
+
+int64_t prepared_bytes(const LinearArguments& arguments);
 
 }  // namespace pellucid

@@ -1,14 +1,19 @@
-// A pool of threads that nobody waits for.
+// A team of threads in which nobody waits for one that does nothing.
 //
-// The caller works too, and at the end it waits only for units that another thread has claimed and not yet finished: a
-// thread that the system has put aside, because something else runs on its core, costs nothing. A barrier, as at the end
-// of an OpenMP region, waits for every thread, and on busy cores that is a wait of whole scheduler slices.
+// Every member begins with its own share of a call's units, always the same part of them, so that what it wrote in one
+// call is in its cache in the next; then it takes what is left of the others' shares. So a thread that the system has put
+// aside, because something else runs on its core, costs nothing, unless it is in the middle of a unit. A barrier, as at
+// the end of an OpenMP region, waits for every thread, and on busy cores that is a wait of whole scheduler slices.
 //
-// Every worker begins with its own share of a job's units, always the same part of them, so that what it wrote in one
-// job is in its cache in the next; then it takes what is left of the others' shares. Units of a share are claimed from
-// one number, its ticket: the job's generation in the upper half, the next unit in the lower half. Claiming is a
-// compare-and-swap of both, so that a thread which comes late, with an old job's description in its hands, cannot claim
-// a unit of a new one.
+// Calls are counted: a call's number is its round, the same for all members. A share has two words, each with the last
+// round that somebody worked on it in the upper half: `claimed`, whose lower half is the next unit, and `done`, whose
+// lower half is how many units are. Claiming is a compare-and-swap of both halves, so a member that is late finds that the
+// share is in a later round and takes nothing. A round is over when every share has all its units done, or is in a later
+// round. In the ordinary case, where all end at about the same time, a member learns that from one line of each other.
+//
+// Those who enter a job say so before they look whether it is still open, and the caller closes it before it looks who is
+// inside: it never waits for one that comes later. Members that have waited for a while step out, let others have the
+// core, and come in again.
 #include "parallel.h"
 
 #include <atomic>
@@ -20,15 +25,19 @@
 namespace pellucid {
 namespace {
 
-using Call = void (*)(void*, int64_t, int);
+using Call = void (*)(void*, int);
+using UnitCall = void (*)(void*, int64_t, int);
 
-constexpr uint64_t kUnit = 0xffffffff;  // the lower half; all ones: closed, nothing to claim
 constexpr int kMostThreads = 256;
-constexpr uint32_t generation_of(uint64_t ticket) { return static_cast<uint32_t>(ticket >> 32); }
 
-// Operators of one step follow each other within microseconds. Looking out for the next one is cheaper than sleeping,
-// but only for so long, and never without letting others have the core.
+constexpr uint32_t round_of(uint64_t word) { return static_cast<uint32_t>(word >> 32); }
+constexpr int64_t number_of(uint64_t word) { return static_cast<uint32_t>(word); }
+constexpr uint64_t word_of(uint32_t round, int64_t number) { return uint64_t{round} << 32 | static_cast<uint64_t>(number); }
+
+// Steps follow each other within microseconds. Looking out for the next one is cheaper than sleeping, but only for so
+// long, and never without letting others have the core.
 constexpr std::chrono::microseconds kLookOut{200};
+constexpr int kSpins = 64;  // between two times of letting others have it
 
 inline void relax() {
 #if defined(__x86_64__)
@@ -36,117 +45,197 @@ inline void relax() {
 #endif
 }
 
+// A share of the units of the round that is going on. Two lines: others look at `done` all the time.
+struct Share {
+    alignas(64) std::atomic<uint64_t> claimed{0};
+    alignas(64) std::atomic<uint64_t> done{0};
+
+    bool is_over(uint32_t round, int64_t units) const {
+        const uint64_t word = done.load(std::memory_order_acquire);
+        return round_of(word) > round || (round_of(word) == round && number_of(word) == units);
+    }
+
+    // Calls call(unit) for units of [begin, end) until all are claimed.
+    template <class UnitOfShare>
+    void drain(uint32_t round, int64_t begin, int64_t end, const UnitOfShare& call) {
+        int64_t own = 0;
+        uint64_t word = claimed.load(std::memory_order_acquire);
+        while (round_of(word) <= round) {
+            const int64_t unit = round_of(word) == round ? number_of(word) : begin;
+            if (unit == end) break;
+            if (!claimed.compare_exchange_weak(word, word_of(round, unit + 1), std::memory_order_acq_rel)) continue;
+            call(unit);
+            ++own;
+            word = claimed.load(std::memory_order_acquire);
+        }
+        if (own == end - begin)  // nobody else writes it then
+            done.store(word_of(round, own), std::memory_order_release);
+        else if (own > 0)
+            add_done(round, own);
+    }
+
+    void add_done(uint32_t round, int64_t units) {
+        uint64_t word = done.load(std::memory_order_relaxed), sum;
+        do
+            sum = word_of(round, units + (round_of(word) == round ? number_of(word) : 0));
+        while (!done.compare_exchange_weak(word, sum, std::memory_order_acq_rel));
+    }
+};
+
+struct TooLate {};  // thrown where a member finds that the job has ended without it
+
+class Pool;
+
+// This thread's part in a job.
+struct Membership {
+    Standing standing = Standing::kOutside;
+    Pool* pool = nullptr;
+    int threads = 0, member = 0;
+    uint32_t job = 0, round = 0;
+};
+
+thread_local Membership own;
+
 class Pool {
 public:
-    void run(int threads, int64_t units, Call call, void* context) {
+    void run(int threads, Call call, void* context) {
         const std::lock_guard<std::mutex> one_job_at_a_time(mutex_);
         threads = std::min(threads, kMostThreads);
         hire(threads - 1);
-        publish(threads, units, call, context);
-        drain(generation_, 0);
-        for (int spins = 0; done_.load(std::memory_order_acquire) < units; ++spins)
-            spins % 64 == 63 ? std::this_thread::yield() : relax();
+        for (int i = 0; i < threads; ++i) {
+            shares_[i].claimed.store(0, std::memory_order_relaxed);
+            shares_[i].done.store(0, std::memory_order_relaxed);
+        }
+        threads_.store(threads, std::memory_order_relaxed);
+        call_.store(call, std::memory_order_relaxed);
+        context_.store(context, std::memory_order_relaxed);
+        job_.store(++last_job_, std::memory_order_seq_cst);
+        if (sleepers_.load(std::memory_order_seq_cst) > 0) job_.notify_all();
+        own = {Standing::kMember, this, threads, 0, last_job_, 0};
+        call(context, 0);
+        own = {};
+        job_.store(++last_job_, std::memory_order_seq_cst);
+        for (int helper = 1; helper <= helpers_; ++helper)
+            for (int spins = 1; inside_[helper].is.load(std::memory_order_seq_cst); ++spins)
+                spins % kSpins == 0 ? std::this_thread::yield() : relax();
+    }
+
+    void share(int threads, int64_t units, UnitCall call, void* context) {
+        threads = std::min(threads, own.threads);
+        const int member = own.member;
+        const uint32_t round = ++own.round;
+        const auto begin = [&](int owner) { return first_unit(owner, units, threads); };
+        const auto is_over = [&](int owner) {
+            const int64_t size = begin(owner + 1) - begin(owner);
+            return size == 0 || shares_[owner].is_over(round, size);
+        };
+        const auto drain = [&](int owner) {
+            own.standing = Standing::kInUnit;
+            shares_[owner].drain(round, begin(owner), begin(owner + 1),
+                                 [&](int64_t unit) { call(context, unit, member); });
+            own.standing = Standing::kMember;
+        };
+        for (int i = 0; i < threads && member < threads; ++i) {
+            const int owner = (member + i) % threads;
+            for (int spins = 0; i > 0 && spins < kSpinsBeforeHelp && !is_over(owner); ++spins) relax();
+            if (!is_over(owner)) drain(owner);
+        }
+        for (int owner = 0; owner < threads; ++owner)
+            for (int spins = 1; !is_over(owner); ++spins) spins % kSpins == 0 ? step_out() : relax();
     }
 
 private:
+    // Who is about to end needs no help, and to ask for its units takes them out of its cache.
+    static constexpr int kSpinsBeforeHelp = 4;
+
     // As many helpers as the system grants: whoever is there takes the others' shares too.
     void hire(int helpers) {
         try {
             for (; helpers_ < helpers; ++helpers_)
-                std::thread([this, worker = helpers_ + 1] { help(worker); }).detach();
+                std::thread([this, helper = helpers_ + 1] { help(helper); }).detach();
         } catch (const std::system_error&) {
         }
     }
 
-    void publish(int threads, int64_t units, Call call, void* context) {
-        ++generation_;
-        for (int worker = 0; worker < threads; ++worker)
-            shares_[worker].ticket.store(uint64_t{generation_} << 32 | kUnit, std::memory_order_relaxed);
-        // Whoever sees a new description below also sees that the old tickets are closed.
-        std::atomic_thread_fence(std::memory_order_release);
-        threads_.store(threads, std::memory_order_relaxed);
-        units_.store(units, std::memory_order_relaxed);
-        call_.store(call, std::memory_order_relaxed);
-        context_.store(context, std::memory_order_relaxed);
-        done_.store(0, std::memory_order_relaxed);
-        for (int worker = 0; worker < threads; ++worker)
-            shares_[worker].ticket.store(uint64_t{generation_} << 32 | static_cast<uint64_t>(first_unit(worker, units, threads)),
-                                         std::memory_order_release);
-        published_.store(generation_, std::memory_order_seq_cst);
-        if (sleepers_.load(std::memory_order_seq_cst) > 0) published_.notify_all();
-    }
-
-    // Claims and runs units of the job `generation` until there are none.
-    void drain(uint32_t generation, int worker) {
-        const int threads = threads_.load(std::memory_order_relaxed);
-        const int64_t units = units_.load(std::memory_order_relaxed);
-        const Call call = call_.load(std::memory_order_relaxed);
-        void* const context = context_.load(std::memory_order_relaxed);
-        std::atomic_thread_fence(std::memory_order_acquire);
-        if (worker >= threads) return;
-        int64_t done = 0;
-        for (int i = 0; i < threads; ++i) {
-            const int owner = (worker + i) % threads;
-            const auto end = static_cast<uint64_t>(first_unit(owner + 1, units, threads));
-            std::atomic<uint64_t>& shared = shares_[owner].ticket;
-            uint64_t ticket = shared.load(std::memory_order_acquire);
-            while (generation_of(ticket) == generation && (ticket & kUnit) < end) {
-                if (!shared.compare_exchange_weak(ticket, ticket + 1, std::memory_order_acq_rel)) continue;
-                call(context, static_cast<int64_t>(ticket & kUnit), worker);
-                ++done;
-                ticket = shared.load(std::memory_order_acquire);
+    [[noreturn]] void help(int helper) {
+        for (uint32_t job = 0;;) {
+            job = next_job(job);
+            if (!enter(helper, job)) continue;
+            try {
+                if (const int threads = threads_.load(std::memory_order_relaxed); helper < threads) {
+                    own = {Standing::kMember, this, threads, helper, job, 0};
+                    call_.load(std::memory_order_relaxed)(context_.load(std::memory_order_relaxed), helper);
+                }
+                leave(helper);
+            } catch (const TooLate&) {
             }
-        }
-        if (done > 0) done_.fetch_add(done, std::memory_order_release);
-    }
-
-    [[noreturn]] void help(int worker) {
-        for (uint32_t seen = 0;;) {
-            seen = next_generation(seen);
-            drain(seen, worker);
+            own = {};
         }
     }
 
-    // Waits for a job other than `seen`.
-    uint32_t next_generation(uint32_t seen) {
+    bool enter(int helper, uint32_t job) {
+        inside_[helper].is.store(true, std::memory_order_seq_cst);
+        if (job_.load(std::memory_order_seq_cst) == job) return true;
+        leave(helper);
+        return false;
+    }
+
+    void leave(int helper) { inside_[helper].is.store(false, std::memory_order_release); }
+
+    // For a member that waits.
+    void step_out() {
+        if (own.member > 0) leave(own.member);
+        std::this_thread::yield();
+        if (own.member > 0 && !enter(own.member, own.job)) throw TooLate();
+    }
+
+    // Waits for an open job other than `seen`.
+    uint32_t next_job(uint32_t seen) {
         const auto until = std::chrono::steady_clock::now() + kLookOut;
-        for (int spins = 0;; ++spins) {
-            const uint32_t now = published_.load(std::memory_order_acquire);
-            if (now != seen) return now;
-            if (spins % 64 != 63) {
+        for (int spins = 1;; ++spins) {
+            const uint32_t now = job_.load(std::memory_order_acquire);
+            if (now != seen && is_open(now)) return now;
+            if (spins % kSpins != 0) {
                 relax();
             } else if (std::chrono::steady_clock::now() < until) {
                 std::this_thread::yield();
             } else {
                 sleepers_.fetch_add(1, std::memory_order_seq_cst);
-                published_.wait(seen, std::memory_order_seq_cst);
+                job_.wait(now, std::memory_order_seq_cst);
                 sleepers_.fetch_sub(1, std::memory_order_relaxed);
             }
         }
     }
 
-    struct alignas(64) Share {
-        std::atomic<uint64_t> ticket{kUnit};
+    static bool is_open(uint32_t job) { return job % 2 == 1; }
+
+    struct alignas(64) Inside {
+        std::atomic<bool> is{false};
     };
 
-    Share shares_[kMostThreads];
     std::mutex mutex_;
     int helpers_ = 0;  // threads besides callers
-    uint32_t generation_ = 0;
-    std::atomic<uint32_t> published_{0};  // generation of the newest job
-    std::atomic<int> sleepers_{0};
+    uint32_t last_job_ = 0;
+    alignas(64) std::atomic<uint32_t> job_{0};  // odd: open; even: the one before it has been closed
     std::atomic<int> threads_{0};
-    std::atomic<int64_t> units_{0};
     std::atomic<Call> call_{nullptr};
     std::atomic<void*> context_{nullptr};
-    alignas(64) std::atomic<int64_t> done_{0};
+    alignas(64) std::atomic<int> sleepers_{0};
+    Share shares_[kMostThreads];
+    Inside inside_[kMostThreads];
 };
 
 }  // namespace
 
-void run_units(int threads, int64_t units, Call call, void* context) {
+void run_team(int threads, Call call, void* context) {
     static Pool& pool = *new Pool;  // never destroyed: its threads run until the process ends
-    pool.run(threads, units, call, context);
+    pool.run(threads, call, context);
+}
+
+Standing standing() { return own.standing; }
+
+void share_units(int threads, int64_t units, UnitCall call, void* context) {
+    own.pool->share(threads, units, call, context);
 }
 
 }  // namespace pellucid

@@ -1,4 +1,4 @@
-// How the operators share work between threads. No result depends on it.
+// How threads share work. No result depends on it.
 #pragma once
 
 #include <algorithm>
@@ -6,32 +6,58 @@
 
 namespace pellucid {
 
-// Calls call(context, unit, worker) once for every unit in [0, units), on at most `threads` threads, and returns when all
-// calls have returned. `worker` is in [0, threads) and differs between calls that run at the same time; 0 is the caller.
-void run_units(int threads, int64_t units, void (*call)(void*, int64_t, int), void* context);
+// Calls call(context, member) on up to `threads` threads at the same time, the members of a team: the caller, as member
+// 0, and those that are there in time. Returns when no member is inside any more.
+//
+// Every member makes the same for_each_unit calls in the same order, and each of these calls is one for all of them: they
+// share out its units, and go on when all units are done. What a member does between them is for itself. One that is late
+// goes through what the others have done without it, or is left out; one that ends early leaves its work to the others.
+void run_team(int threads, void (*call)(void*, int), void* context);
+
+// Where a thread is: in no team, a member of one, or in a unit, where it is alone.
+enum class Standing { kOutside, kMember, kInUnit };
+Standing standing();
+
+// A member's part in one such call: see for_each_unit.
+void share_units(int threads, int64_t units, void (*call)(void*, int64_t, int), void* context);
 
 namespace {
 
-// Waking a thread costs microseconds: give each one at least about `kWorkPerThread` multiply-adds (or as costly things).
-constexpr int64_t kWorkPerThread = 100'000;
-
-inline int useful_threads(int threads, int64_t work) {
-    return static_cast<int>(std::clamp<int64_t>(work / kWorkPerThread, 1, threads));
+// body(member) by each member of a team; see run_team.
+template <class Body>
+void work_together(int threads, const Body& body) {
+    if (threads <= 1 || standing() != Standing::kOutside) return body(0);
+    const auto call = [](void* context, int member) { (*static_cast<const Body*>(context))(member); };
+    run_team(threads, call, const_cast<Body*>(&body));
 }
 
-// Where the share of the units that `worker` begins with begins.
-inline int64_t first_unit(int worker, int64_t units, int threads) { return units * worker / threads; }
-
-// body(unit, worker) for every unit; see run_units.
+// body(unit, worker) for every unit in [0, units), on at most `threads` threads; returns when all are done. `worker` is in
+// [0, threads) and differs between units that are worked on at the same time.
 template <class Body>
 void for_each_unit(int threads, int64_t units, const Body& body) {
-    if (threads <= 1 || units <= 1) {
+    const Standing own = standing();
+    if (own == Standing::kInUnit || (own == Standing::kOutside && (threads <= 1 || units <= 1))) {
         for (int64_t unit = 0; unit < units; ++unit) body(unit, 0);
         return;
     }
     const auto call = [](void* context, int64_t unit, int worker) { (*static_cast<const Body*>(context))(unit, worker); };
-    run_units(threads, units, call, const_cast<Body*>(&body));
+    const auto share = [&](int) { share_units(threads, units, call, const_cast<Body*>(&body)); };
+    own == Standing::kMember ? share(0) : work_together(threads, share);
 }
+
+// Bringing a thread in costs about a microsecond, a tenth of that where it is a member already: give each at least about
+// so many multiply-adds, or things as costly.
+constexpr int64_t kWorkPerThread = 100'000, kWorkPerMember = 25'000;
+
+inline int useful_threads(int threads, int64_t work) {
+    const Standing own = standing();
+    if (own == Standing::kInUnit) return 1;
+    const int64_t each = own == Standing::kMember ? kWorkPerMember : kWorkPerThread;
+    return static_cast<int>(std::clamp<int64_t>(work / each, 1, threads));
+}
+
+// Where the share of the units that `worker` begins with begins.
+inline int64_t first_unit(int worker, int64_t units, int threads) { return units * worker / threads; }
 
 // Cuts `total` rows into the fewest parts of at most `most`, whose sizes differ by at most one.
 struct EvenParts {

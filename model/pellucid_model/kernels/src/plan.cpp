@@ -3,18 +3,25 @@
 // A buffer lies in the arena of its phase: `tokens` has a row for every token of the step, `sampled` one for every row
 // that needs logits. Arenas are laid out in numbers per row, so that a buffer begins at start * rows. The operators are
 // those that Python calls one by one, and so are their results.
+//
+// The threads are a team (parallel.h): each runs all instructions, for itself where they only prepare, and shares the
+// operators' units with the others. So they need not be called together and told what to do for every operator.
+// Instructions that are too small to be shared are one unit, as many as follow each other.
+#include <atomic>
 #include <cstring>
-#include <vector>
+#include <optional>
 
 #include "attention_cache.h"
 #include "cache_reading.h"
 #include "linear_arguments.h"
 #include "parallel.h"
 #include "plan_batch.h"
+#include "scratch.h"
 #include "tables.h"
 
 extern "C" {
 int32_t pellucid_paged_attention(const void* arguments);
+int64_t pellucid_count_partials(const void* arguments);
 void pellucid_fused_linear(const pellucid::LinearArguments* arguments);
 void pellucid_rms_norm(const float* x, const float* weight, float* out, int64_t rows, int64_t size, float eps,
                        int threads);
@@ -63,9 +70,45 @@ struct LayerPlaces {
 constexpr int32_t kBeyondTable = -1;  // beside the attention's Status
 constexpr int kMostLayers = 16;  // as in plan/fusion.py
 
+// What the threads of a step share, besides its buffers.
+struct Shared {
+    std::byte* prepared = nullptr;
+    float* partials = nullptr;
+    std::atomic<int32_t> status{kOk};  // of the first instruction that failed
+};
+
+// Whether two attentions share their work out alike: most models have one kind or two.
+bool is_alike(const Instruction& i, const Instruction& j) {
+    const auto *a = static_cast<const Arguments*>(i.first), *b = static_cast<const Arguments*>(j.first);
+    return i.window == j.window && i.other == j.other && i.rotary == j.rotary && i.out.phase == j.out.phase &&
+           a->query_heads == b->query_heads && a->kv_heads == b->kv_heads && a->head_dim == b->head_dim;
+}
+
+// A thread's way through a step.
 class Step {
 public:
-    Step(const Batch& batch, const Instruction* end) : batch_(batch), end_(end) {}
+    Step(const Batch& batch, const Instruction* end, const Shared& shared, int member)
+        : batch_(batch), end_(end), shared_(shared), member_(member) {
+        for (int64_t row = 0; row < batch.rows[0]; ++row) keys_ += batch.positions32[row] + 1;
+    }
+
+    // Multiply-adds of an instruction, or things as costly; about, and rather more than less.
+    int64_t work(const Instruction& i) const {
+        const int64_t numbers = batch_.rows[i.out.phase] * i.out.width;
+        switch (i.kind) {
+            case kLinear: {
+                const auto& arguments = *static_cast<const LinearArguments*>(i.first);
+                int64_t outputs = 0;
+                for (int64_t n = 0; n < arguments.layer_count; ++n)
+                    outputs += arguments.layers[n].outputs * (arguments.layers[n].gate_weight ? 2 : 1);
+                return batch_.rows[i.a.phase] * arguments.inputs * outputs;
+            }
+            case kAttention: return 4 * keys_ * i.out.width;
+            case kReduce: return numbers * i.size;
+            case kActivate: return numbers * 8;
+            default: return numbers;
+        }
+    }
 
     int32_t run(const Instruction& i) {
         const int64_t rows = batch_.rows[i.out.phase];
@@ -168,14 +211,6 @@ private:
         }
     }
 
-    // A linear layer's arguments, but for what it reads and writes.
-    LinearArguments linear_arguments(const Instruction& i) const {
-        LinearArguments arguments = *static_cast<const LinearArguments*>(i.first);
-        arguments.rows = batch_.rows[i.a.phase];
-        arguments.threads = batch_.threads;
-        return arguments;
-    }
-
     void linear(const Instruction& i) {
         LinearArguments arguments = linear_arguments(i), next;
         const auto* places = static_cast<const LayerPlaces*>(i.second);
@@ -216,7 +251,7 @@ private:
         each_row(rows, 8 * i.out.width, [&](int64_t row) { call(at(i.a, row), at(i.out, row), i.out.width, 1); });
     }
 
-    // What each thread is going to read of the cache in the attention that comes next; null where that is not worth
+    // What this thread is going to read of the cache in the attention that comes next; null where that is not worth
     // fetching beforehand (of few rows the weights take memory all its time, and of long contexts little would be kept),
     // and until one attention has found the batch's tables in order.
     CacheReading* reading_before(const Instruction* i) {
@@ -224,10 +259,10 @@ private:
         while (i < end_ && i->kind != kAttention) ++i;
         if (i != reading_for_) {
             reading_for_ = i;
-            readings_.clear();
+            reading_.reset();
             if (i < end_) begin_reading(attention_arguments(*i));
         }
-        return readings_.empty() ? nullptr : readings_.data();
+        return reading_ ? &*reading_ : nullptr;
     }
 
     void begin_reading(const Arguments& a) {
@@ -242,16 +277,21 @@ private:
     void begin_reading(const Arguments& a) {
         constexpr int64_t kNumber = sizeof(typename Format::Number);
         const HeadLayout<Format> layout(a.head_dim, a.block_size);
-        CachedRows rows{static_cast<const std::byte*>(a.k_cache), static_cast<const std::byte*>(a.v_cache),
-                        a.block_stride * kNumber, layout.stride * kNumber, a.kv_heads, a.block_size, layout.granule,
-                        a.positions, a.row_sequence, a.block_tables, a.window, a.table_width, 0, a.rows};
-        if (rows.bytes() > kMostReadBytes * a.threads) return;
-        readings_.resize(a.threads);
-        for (int worker = 0; worker < a.threads; ++worker) {
-            rows.row = first_unit(worker, a.rows, a.threads);
-            rows.end = first_unit(worker + 1, a.rows, a.threads);
-            readings_[worker] = CacheReading(rows);
-        }
+        const CachedRows rows{static_cast<const std::byte*>(a.k_cache),
+                              static_cast<const std::byte*>(a.v_cache),
+                              a.block_stride * kNumber,
+                              layout.stride * kNumber,
+                              a.kv_heads,
+                              a.block_size,
+                              layout.granule,
+                              a.positions,
+                              a.row_sequence,
+                              a.block_tables,
+                              a.window,
+                              a.table_width,
+                              first_unit(member_, a.rows, a.threads),
+                              first_unit(member_ + 1, a.rows, a.threads)};
+        if (rows.bytes() <= kMostReadBytes) reading_.emplace(rows);
     }
 
     int32_t attention(const Instruction& i) {
@@ -259,6 +299,16 @@ private:
         const int32_t status = pellucid_paged_attention(&a);
         checked_ = status == kOk;
         return status;
+    }
+
+public:
+    // A linear layer's arguments, but for what it reads and writes.
+    LinearArguments linear_arguments(const Instruction& i) const {
+        LinearArguments arguments = *static_cast<const LinearArguments*>(i.first);
+        arguments.rows = batch_.rows[i.a.phase];
+        arguments.threads = batch_.threads;
+        arguments.prepared = shared_.prepared;
+        return arguments;
     }
 
     Arguments attention_arguments(const Instruction& i) const {
@@ -287,26 +337,74 @@ private:
             a.rotary_positions = batch_.angles[i.rotary].positions;
         }
         a.threads = batch_.threads;
+        a.partials = shared_.partials;
         return a;
     }
 
+private:
     static constexpr int64_t kRowsForReading = 17;
-    static constexpr int64_t kMostReadBytes = 4 << 20;  // of a thread
+    static constexpr int64_t kMostReadBytes = 4 << 20;
 
     const Batch& batch_;
     const Instruction* const end_;
+    const Shared& shared_;
+    const int member_;
+    int64_t keys_ = 0;  // that all rows see, if they see all before them
     bool checked_ = false;  // by an attention of this step
-    const Instruction* reading_for_ = nullptr;  // the attention that `readings_` is of
-    std::vector<CacheReading> readings_;        // of each thread
+    const Instruction* reading_for_ = nullptr;  // the attention that `reading_` is of
+    std::optional<CacheReading> reading_;
 };
+
+// Finds out how much memory the threads share, and whether attention's arguments are in range.
+int32_t prepare(const Batch& batch, const Instruction* begin, const Instruction* end, Shared& shared) {
+    const Step step(batch, end, shared, 0);
+    int64_t bytes = 0, partials = 0;
+    const Instruction* last = nullptr;
+    for (const Instruction* i = begin; i < end; ++i) {
+        if (i->kind == kLinear) bytes = std::max(bytes, prepared_bytes(step.linear_arguments(*i)));
+        if (i->kind != kAttention || (last && is_alike(*i, *last))) continue;
+        const Arguments arguments = step.attention_arguments(*i);
+        const int64_t count = pellucid_count_partials(&arguments);
+        if (count < 0) return static_cast<int32_t>(-count);
+        partials = std::max(partials, count);
+        last = i;
+    }
+    shared.prepared = scratch<std::byte, kPreparedRows>(bytes);
+    shared.partials = scratch<float, kAttentionPartials>(partials);
+    return kOk;
+}
+
+// Runs [begin, end) as a member of the team, until one fails.
+void run_instructions(Step& step, const Instruction* begin, const Instruction* end, std::atomic<int32_t>& status) {
+    const auto run = [&](const Instruction& i) {
+        const int32_t own = step.run(i);
+        if (own != kOk) status = own;
+        return own == kOk;
+    };
+    const auto is_small = [&](const Instruction& i) { return step.work(i) < 2 * kWorkPerMember; };
+    while (begin < end && status.load(std::memory_order_relaxed) == kOk) {
+        const Instruction* const small = begin;
+        while (begin < end && is_small(*begin)) ++begin;
+        if (begin > small)
+            for_each_unit(1, 1, [&](int64_t, int) { std::all_of(small, begin, run); });
+        else if (!run(*begin++))
+            return;
+    }
+}
 
 }  // namespace
 }  // namespace pellucid
 
 extern "C" int32_t pellucid_run_plan(const pellucid::Instruction* instructions, int64_t count,
                                      const pellucid::Batch* batch) {
-    pellucid::Step step(*batch, instructions + count);
-    for (int64_t i = 0; i < count; ++i)
-        if (const int32_t status = step.run(instructions[i]); status != pellucid::kOk) return status;
-    return pellucid::kOk;
+    using namespace pellucid;
+    const Instruction* const end = instructions + count;
+    Shared shared;
+    if (batch->threads > 1)
+        if (const int32_t status = prepare(*batch, instructions, end, shared); status != kOk) return status;
+    work_together(batch->threads, [&](int member) {
+        Step step(*batch, end, shared, member);
+        run_instructions(step, instructions, end, shared.status);
+    });
+    return shared.status;
 }
