@@ -174,3 +174,26 @@ async def test_calls_that_clients_end_are_counted_and_leave_no_task(
                 await asyncio.sleep(0.005)
     handlers = [task for task in asyncio.all_tasks() if "endless" in repr(task)]
     assert handlers == []
+
+
+async def test_a_client_that_goes_as_it_is_answered_is_no_error(metrics: Metrics, log: Log) -> None:
+    """gRPC fails to send before it says that the call is cancelled, which no client can bring about for certain."""
+
+    class Gone:
+        invocation_metadata = time_remaining = staticmethod(lambda: None)
+
+        async def send_initial_metadata(self, headers: object) -> None:
+            raise grpc.aio.InternalError("Failed grpc_call_start_batch: 8")
+
+    calls: Any = Calls("instance", metrics)
+    streams = calls.stream("Streams", lambda raw, call: call.send(server_pb2.GetLoadResponse()))
+    with pytest.raises(asyncio.CancelledError):
+        await streams.unary_stream(b"", Gone())
+
+    async def empty(message: server_pb2.GetLoadRequest, call: Call) -> server_pb2.GetLoadResponse:
+        return server_pb2.GetLoadResponse()
+
+    with pytest.raises(asyncio.CancelledError):
+        await calls.unary("Answers", server_pb2.GetLoadRequest, empty).unary_unary(b"", Gone())
+    assert [counted(metrics, method, "CANCELLED") for method in ("Streams", "Answers")] == [1, 1]
+    assert log.events == []

@@ -10,7 +10,8 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 from urllib.parse import quote
 
@@ -57,16 +58,21 @@ class Call:
         return None if remaining is None else time.monotonic() + remaining
 
     async def send(self, message: Message) -> None:
-        """Writes one message of a stream, the response headers before the first: from then on no retry is automatic."""
+        """Writes one message of a stream, the response headers before the first: from then on no retry is automatic.
+
+        Raises CancelledError where the client is gone.
+        """
         raw = _serialized(message)
-        if not self._began:
-            await self._begin()
-        await self._context.write(raw)
+        with _client_may_go():
+            if not self._began:
+                await self._begin()
+            await self._context.write(raw)
 
     async def reply(self, message: Message) -> bytes:
         """The answer of a unary call."""
         raw = _serialized(message)
-        await self._begin()
+        with _client_may_go():
+            await self._begin()
         return raw
 
     async def fail(self, error: ServeError) -> None:
@@ -175,6 +181,15 @@ class Calls:
     def _log_refusal(self, method: str, call: Call, error: ServeError) -> None:
         level = logging.ERROR if isinstance(error, InternalError) else logging.DEBUG
         log(level, error.message, method=method, request_id=call.request_id, reason=error.reason)
+
+
+@contextmanager
+def _client_may_go() -> Iterator[None]:
+    """A client that goes as something is sent to it has cancelled its call; gRPC may first say that it cannot send."""
+    try:
+        yield
+    except grpc.aio.InternalError as error:
+        raise asyncio.CancelledError from error
 
 
 def _serialized(message: Message) -> bytes:
