@@ -203,43 +203,49 @@ private:
         return next.first_read(next.run_at(unit % run_count));
     }
 
-    // A visit of rows [row, row + count). Few rows take two panels at once, to keep the multipliers busy.
+    // A visit of rows [row, row + count). Few rows take two panels at once, to keep the multipliers busy: one of each
+    // half, so that both are read on and on to the end.
     void block(const Run& visit, int64_t row, int64_t count, Fetching& fetching) const {
         int64_t panel = visit.first;
         if (count <= Format::kWideRows)
             with_rows<Format::kWideRows>(count, [&](auto height) {
-                for (; panel + 2 <= visit.last; panel += 2) tile<height, 4>(*visit.layer, row, panel, fetching);
+                const int64_t half = (visit.last - visit.first) / 2, middle = visit.first + half;
+                for (; panel < middle; ++panel) tile<height, 4>(*visit.layer, row, panel, half, fetching);
+                panel = middle + half;
             });
         with_rows<Format::kRows>(count, [&](auto height) {
-            for (; panel < visit.last; ++panel) tile<height, 2>(*visit.layer, row, panel, fetching);
+            for (; panel < visit.last; ++panel) tile<height, 2>(*visit.layer, row, panel, 0, fetching);
         });
     }
 
+    // Of the panel, and for four vectors of the one that is `apart` panels behind it.
     template <int Rows, int Vectors>
-    void tile(const LinearLayer& layer, int64_t row, int64_t panel, Fetching& fetching) const {
+    void tile(const LinearLayer& layer, int64_t row, int64_t panel, int64_t apart, Fetching& fetching) const {
         constexpr int kColumns = Vectors * 16;
         alignas(64) float sums[Rows * kColumns], gate[Rows * kColumns];
         const auto multiply = [&](const void* weight, float* out) {
             const auto* first = static_cast<const std::byte*>(weight) + panel * panel_bytes_;
-            product<Rows, Vectors>(left_ + row * stride_, first, fetching.part(first), out);
+            product<Rows, Vectors>(left_ + row * stride_, first, apart * panel_bytes_, fetching.part(first), out);
         };
         if (layer.gate_weight) multiply(layer.gate_weight, gate);
         multiply(layer.weight, sums);
-        const int64_t column = panel * kPanel;
-        const TilePlace place{row, Rows, column, std::min<int64_t>(kColumns, layer.outputs - column)};
-        finish(layer, place, sums, gate, kColumns);
+        for (int64_t begin = 0; begin < kColumns; begin += kPanel, panel += apart) {
+            const int64_t column = panel * kPanel;
+            const TilePlace place{row, Rows, column, std::min<int64_t>(kPanel, layer.outputs - column)};
+            finish(layer, place, sums + begin, gate + begin, kColumns);
+        }
     }
 
     // out [Rows, Vectors * 16]
     template <int Rows, int Vectors>
-    __attribute__((noinline)) void product(const Left* left, const std::byte* panel, const Ahead& ahead,
+    __attribute__((noinline)) void product(const Left* left, const std::byte* panel, int64_t apart, const Ahead& ahead,
                                            float* out) const {
         F16 sums[Rows][Vectors];
 #pragma GCC unroll 16
         for (int r = 0; r < Rows; ++r)
 #pragma GCC unroll 4
             for (int v = 0; v < Vectors; ++v) sums[r][v] = broadcast(0.0f);
-        Format::multiply(left, stride_, panel, panel_bytes_, a_.inputs, ahead, sums);
+        Format::multiply(left, stride_, panel, apart, a_.inputs, ahead, sums);
 #pragma GCC unroll 16
         for (int r = 0; r < Rows; ++r)
 #pragma GCC unroll 4

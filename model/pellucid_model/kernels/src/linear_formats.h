@@ -15,10 +15,11 @@ constexpr int kPanel = 32;
 
 PELLUCID_INLINE int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Where vector v of a tile that begins at `panel` reads its weights: a panel has two vectors of columns.
+// Where vector v of a tile reads its weights: a panel has two vectors of columns, and the second one begins `apart` bytes
+// behind the first.
 template <class Weight>
-PELLUCID_INLINE const Weight* vector_of(const std::byte* panel, int64_t panel_bytes, int v, int64_t offset) {
-    return reinterpret_cast<const Weight*>(panel + (v / 2) * panel_bytes) + offset;
+PELLUCID_INLINE const Weight* vector_of(const std::byte* panel, int64_t apart, int v, int64_t offset) {
+    return reinterpret_cast<const Weight*>(panel + (v / 2) * apart) + offset;
 }
 
 // What a tile fetches while it is multiplied, so that memory works at the same time: weights into the nearest cache, and
@@ -59,9 +60,9 @@ struct Float32Format {
     static void prepare(const float* x, int64_t inputs, Left* row) { std::memcpy(row, x, inputs * sizeof *x); }
 
     template <int Rows, int Vectors>
-    static PELLUCID_INLINE void multiply(const Left* x, int64_t x_stride, const std::byte* panel, int64_t panel_bytes,
+    static PELLUCID_INLINE void multiply(const Left* x, int64_t x_stride, const std::byte* panel, int64_t apart,
                                          int64_t inputs, const Ahead& ahead, F16 (&sums)[Rows][Vectors]) {
-        accumulate(Product<Vectors>{x, x_stride, panel, panel_bytes, ahead}, 0, inputs, sums);
+        accumulate(Product<Vectors>{x, x_stride, panel, apart, ahead}, 0, inputs, sums);
     }
 
     template <int Vectors>
@@ -69,12 +70,12 @@ struct Float32Format {
         const Left* x;
         int64_t x_stride;
         const std::byte* panel;
-        int64_t panel_bytes;
+        int64_t apart;
         Ahead ahead;
 
         PELLUCID_INLINE F16 left(int r, int64_t k) const { return left_pack(x + r * x_stride + k); }
         PELLUCID_INLINE F16 right(int64_t k, int v) const {
-            const auto* weights = vector_of<float>(panel, panel_bytes, v, k * kPanel + (v % 2) * 16);
+            const auto* weights = vector_of<float>(panel, apart, v, k * kPanel + (v % 2) * 16);
             ahead.template fetch<Vectors>(reinterpret_cast<const std::byte*>(weights) - panel);
             return right_packs(weights);
         }
@@ -139,9 +140,9 @@ struct Bfloat16Format {
     }
 
     template <int Rows, int Vectors>
-    static PELLUCID_INLINE void multiply(const Left* x, int64_t x_stride, const std::byte* panel, int64_t panel_bytes,
+    static PELLUCID_INLINE void multiply(const Left* x, int64_t x_stride, const std::byte* panel, int64_t apart,
                                          int64_t inputs, const Ahead& ahead, F16 (&sums)[Rows][Vectors]) {
-        accumulate(Product<Vectors>{x, x_stride, panel, panel_bytes, ahead}, 0, divide_up(inputs, 2), sums);
+        accumulate(Product<Vectors>{x, x_stride, panel, apart, ahead}, 0, divide_up(inputs, 2), sums);
     }
 
     template <int Vectors>
@@ -149,12 +150,12 @@ struct Bfloat16Format {
         const Left* x;
         int64_t x_stride;
         const std::byte* panel;
-        int64_t panel_bytes;
+        int64_t apart;
         Ahead ahead;
 
         PELLUCID_INLINE auto left(int r, int64_t k) const { return left_pack(x + r * x_stride + 2 * k); }
         PELLUCID_INLINE auto right(int64_t k, int v) const {
-            const auto* weights = vector_of<bf16>(panel, panel_bytes, v, (k * kPanel + (v % 2) * 16) * 2);
+            const auto* weights = vector_of<bf16>(panel, apart, v, (k * kPanel + (v % 2) * 16) * 2);
             ahead.template fetch<Vectors>(reinterpret_cast<const std::byte*>(weights) - panel);
             return right_packs(weights);
         }

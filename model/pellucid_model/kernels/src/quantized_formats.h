@@ -90,7 +90,7 @@ struct Int8Format {
     }
 
     template <int Rows, int Vectors>
-    static PELLUCID_INLINE void multiply(const Left* x, int64_t x_stride, const std::byte* panel, int64_t panel_bytes,
+    static PELLUCID_INLINE void multiply(const Left* x, int64_t x_stride, const std::byte* panel, int64_t apart,
                                          int64_t inputs, const Ahead& ahead, F16 (&sums)[Rows][Vectors]) {
         const int64_t groups = left_per_row(inputs);
         for (int64_t g = 0; g < groups; ++g) {
@@ -103,7 +103,7 @@ struct Int8Format {
 #pragma GCC unroll 4
                 for (int v = 0; v < Vectors; ++v) {
                     const int64_t step = g * (kGroup / 4) + k;
-                    const auto* four = vector_of<std::byte>(panel, panel_bytes, v, (step * kPanel + v % 2 * 16) * 4);
+                    const auto* four = vector_of<std::byte>(panel, apart, v, (step * kPanel + v % 2 * 16) * 4);
                     ahead.fetch<Vectors>(four - panel);
                     weights[v] = load_bytes(reinterpret_cast<const uint8_t*>(four));
                 }
@@ -119,7 +119,7 @@ struct Int8Format {
 #pragma GCC unroll 4
         for (int v = 0; v < Vectors; ++v) {
             const int64_t scales = groups * kGroup * kPanel / 4;
-            const F16 scale = load(vector_of<float>(panel, panel_bytes, v, scales + v % 2 * 16));
+            const F16 scale = load(vector_of<float>(panel, apart, v, scales + v % 2 * 16));
 #pragma GCC unroll 16
             for (int r = 0; r < Rows; ++r) sums[r][v] = sums[r][v] * scale;
         }
@@ -145,7 +145,7 @@ struct Int4Format {
     }
 
     template <int Rows, int Vectors>
-    static PELLUCID_INLINE void multiply(const Left* x, int64_t x_stride, const std::byte* panel, int64_t panel_bytes,
+    static PELLUCID_INLINE void multiply(const Left* x, int64_t x_stride, const std::byte* panel, int64_t apart,
                                          int64_t inputs, const Ahead& ahead, F16 (&sums)[Rows][Vectors]) {
         const int64_t groups = left_per_row(inputs);
         const std::byte* const first = panel;
@@ -159,7 +159,7 @@ struct Int4Format {
 #pragma GCC unroll 4
                 for (int v = 0; v < Vectors; ++v) {
                     const int64_t offset = kScaleBytes + (k * kPanel + v % 2 * 16) * 4;
-                    const auto* weights = vector_of<std::byte>(panel, panel_bytes, v, offset);
+                    const auto* weights = vector_of<std::byte>(panel, apart, v, offset);
                     ahead.fetch<Vectors>(weights - first);
                     if (Vectors > 2) prefetch(weights + kAhead);
                     load_nibbles(reinterpret_cast<const uint8_t*>(weights), low[v], high[v]);
@@ -169,7 +169,7 @@ struct Int4Format {
             }
 #pragma GCC unroll 4
             for (int v = 0; v < Vectors; ++v) {
-                const half* scales = vector_of<half>(panel, panel_bytes, v, v % 2 * 16);
+                const half* scales = vector_of<half>(panel, apart, v, v % 2 * 16);
                 ahead.fetch<Vectors>(panel - first + 64 * v);
                 const F16 scale = load(scales), minimum = load(scales + kPanel);
 #pragma GCC unroll 16
