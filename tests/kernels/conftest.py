@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from pellucid_model.kernels import Kernels, NativeKernels, TorchKernels, library
 
@@ -25,3 +26,12 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     library.set_threads(request.param)
     yield request.param
     library.set_threads(before)
+
+
+@pytest.fixture
+def one_torch_thread() -> Iterator[None]:
+    """Where only the kernels' threads matter: torch's own wait busily for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

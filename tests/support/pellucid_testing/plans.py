@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from pellucid_model.contract import Attend, AttentionOptions, Rotary
 from pellucid_model.gathered import Gathered
 from pellucid_model.kernels import NativeKernels, RotaryTables, accelerate, library
+from pellucid_model.kernels.cache_layout import stored_width
 from pellucid_model.kernels.interface import WeightFormat
 from pellucid_model.kernels.plan import Plan, PlanBatch, Program, fuse, record
 
@@ -26,15 +27,25 @@ BLOCK, BLOCKS = 8, 32
 class Paged(Attend):
     """`attend` over a paged cache for one batch, and the cache itself."""
 
-    def __init__(self, kernels: NativeKernels, shapes: Sequence[tuple[int, int]], dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        kernels: NativeKernels,
+        shapes: Sequence[tuple[int, int]],
+        dtype: torch.dtype,
+        *,
+        blocks: int = BLOCKS,
+        block: int = BLOCK,
+    ) -> None:
         self.kernels = kernels
+        self.positions = blocks * block
         self.layers: list[tuple[Tensor, Tensor]] = []
         """A layer without a shape of its own has its predecessor's cache."""
         for heads, dim in shapes:
             if not heads:
                 self.layers.append(self.layers[-1])
                 continue
-            keys, values = (torch.zeros(BLOCKS, heads, BLOCK, dim, dtype=dtype) for _ in "kv")
+            shape = (blocks, heads, block, stored_width(dim, dtype))
+            keys, values = (torch.zeros(shape, dtype=dtype) for _ in "kv")
             self.layers.append((keys, values))
         self.batch: PlanBatch | None = None
 
@@ -50,8 +61,9 @@ class Paged(Attend):
         if self.batch is None:
             raise RuntimeError("there is no batch")
         rotary, window = options.rotary, options.window
-        cos, sin = RotaryTables(rotary).table(BLOCK * BLOCKS) if rotary else (None, None)
+        cos, sin = RotaryTables(rotary).table(self.positions) if rotary else (None, None)
         keys, values = self.layers[layer]
+        tables = torch.as_tensor(self.batch.block_tables).view(-1, self.batch.table_width)
         return self.kernels.paged_attention(
             q,
             k,
@@ -60,14 +72,14 @@ class Paged(Attend):
             values,
             row_sequence=torch.as_tensor(self.batch.row_sequence),
             positions=torch.as_tensor(self.batch.positions32),
-            block_tables=torch.as_tensor(self.batch.block_tables).view(2, -1),
+            block_tables=tables,
             scale=options.scale,
             cos=cos,
             sin=sin,
             interleaved=rotary is not None and rotary.interleaved,
             alibi_slopes=options.alibi_slopes,
             distance_bias=options.distance_bias,
-            window=None if window is None else torch.full((2,), window, dtype=torch.int32),
+            window=None if window is None else torch.full((len(tables),), window, dtype=torch.int32),
             softcap=options.softcap,
         )
 

@@ -400,8 +400,7 @@ extern "C" int32_t pellucid_run_plan(const pellucid::Instruction* instructions, 
     using namespace pellucid;
     const Instruction* const end = instructions + count;
     Shared shared;
-    if (batch->threads > 1)
-        if (const int32_t status = prepare(*batch, instructions, end, shared); status != kOk) return status;
+    if (const int32_t status = prepare(*batch, instructions, end, shared); status != kOk) return status;
     work_together(batch->threads, [&](int member) {
         Step step(*batch, end, shared, member);
         run_instructions(step, instructions, end, shared.status);
