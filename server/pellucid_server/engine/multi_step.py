@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pellucid_server.engine.block_tables import BlockTables
 from pellucid_server.engine.sequence import Chunk
 
-MOST_STEPS = 32
-"""In a row. By then what Python does around them is no longer felt."""
+MOST_STEPS = 256
+"""In a row. By then even steps of the smallest models have taken as long as lies between two messages (`pace.py`)."""
 
 
 @dataclass(frozen=True)
