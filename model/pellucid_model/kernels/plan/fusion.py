@@ -35,7 +35,7 @@ from pellucid_model.kernels.plan.program import (
 )
 
 MOST_LAYERS = 16
-"""That run together; as in src/plan.cpp."""
+"""That run together; as in src/plan_step.h."""
 
 
 def fuse(program: Program) -> None:

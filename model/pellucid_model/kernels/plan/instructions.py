@@ -1,4 +1,4 @@
-"""A recorded program, compiled into the instructions of src/plan.cpp.
+"""A recorded program, compiled into the instructions of src/plan_instructions.h.
 
 In: the program, the compiled kernels, and the cache it attends over. Out: an array of C structures, the addresses in
 which stay good as long as it lives.
