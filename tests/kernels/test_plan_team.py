@@ -17,6 +17,7 @@ from pellucid_model.kernels import NativeKernels, library
 from pellucid_model.kernels.cache_layout import INT8
 from pellucid_model.kernels.interface import WeightFormat
 from pellucid_model.kernels.plan import Plan, PlanBatch, Program, StepSampling
+from pellucid_model.kernels.plan.program import Linear
 from pellucid_server.engine.messages import Sampling
 from pellucid_server.engine.sampler import SamplerRow, pack_rows
 from pellucid_testing.plans import needs_kernels
@@ -161,6 +162,15 @@ def test_steps_in_a_row(format: WeightFormat, sequences: int, monkeypatch: pytes
         assert same(tensors, found[0][1])
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_no_layer_writes_what_it_reads(fused: bool) -> None:
+    """A thread that is late reads its input when others have written their output."""
+    _, program = recorded(Wide(), "float32", fused=fused)
+    layers = [(each.x, layer.out) for each in program.instructions if isinstance(each, Linear) for layer in each.layers]
+    assert len(layers) >= 12
+    assert all(x.buffer != out.buffer for x, out in layers)
+
+
 # ---- Errors ----
 
 
@@ -187,6 +197,11 @@ def without_block(batch: PlanBatch, block: int = 0) -> PlanBatch:
     return replace(batch, block_tables=tables)
 
 
+def without_last_block(batch: PlanBatch) -> PlanBatch:
+    """Of the last sequence the first block, which a helper misses and not the caller."""
+    return without_block(batch, len(batch.block_tables) - batch.table_width)
+
+
 @pytest.mark.parametrize("step", [{0: 1}, dict.fromkeys(range(17), 1), {0: 100, 1: 30}], ids=["1", "17", "130"])
 @pytest.mark.parametrize(
     ("spoil", "error", "named"),
@@ -195,6 +210,7 @@ def without_block(batch: PlanBatch, block: int = 0) -> PlanBatch:
         (strange_sequence, ValueError, "row_sequence"),
         (without_own_block, ValueError, "block_tables"),
         (without_block, ValueError, "block_tables"),
+        (without_last_block, ValueError, "block_tables"),
     ],
 )
 def test_errors_are_the_same_and_harm_nothing(
@@ -212,7 +228,7 @@ def test_errors_are_the_same_and_harm_nothing(
         plan = Plan(program, kernels, paged.layers)
         first, batch = batches(plan, [{0: 150, 1: 40}, step])
         plan.run(first)
-        for _ in range(5):
+        for _ in range(20):
             with pytest.raises(error, match=named) as raised:
                 plan.run(spoil(batch))
             messages.add(str(raised.value))

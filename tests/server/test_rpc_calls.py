@@ -176,24 +176,44 @@ async def test_calls_that_clients_end_are_counted_and_leave_no_task(
     assert handlers == []
 
 
-async def test_a_client_that_goes_as_it_is_answered_is_no_error(metrics: Metrics, log: Log) -> None:
-    """gRPC fails to send before it says that the call is cancelled, which no client can bring about for certain."""
+class Unsendable:
+    """gRPC fails to send just before it says that the call is cancelled, which no client can bring about for certain."""
 
-    class Gone:
-        invocation_metadata = time_remaining = staticmethod(lambda: None)
+    def __init__(self) -> None:
+        self.code = grpc.StatusCode.OK
+        self.tried = asyncio.Event()
 
-        async def send_initial_metadata(self, headers: object) -> None:
-            raise grpc.aio.InternalError("Failed grpc_call_start_batch: 8")
+    invocation_metadata = time_remaining = staticmethod(lambda: None)
 
+    async def send_initial_metadata(self, headers: object) -> None:
+        self.tried.set()
+        raise grpc.aio.InternalError("Failed grpc_call_start_batch: 8")
+
+    async def abort(self, code: grpc.StatusCode, *details: object) -> None:
+        self.code = code
+
+
+@pytest.mark.parametrize("kind", ["stream", "unary"])
+@pytest.mark.parametrize("gone", [True, False])
+async def test_a_client_that_goes_as_it_is_answered_is_no_error(
+    metrics: Metrics, log: Log, kind: str, gone: bool
+) -> None:
     calls: Any = Calls("instance", metrics)
-    streams = calls.stream("Streams", lambda raw, call: call.send(server_pb2.GetLoadResponse()))
-    with pytest.raises(asyncio.CancelledError):
-        await streams.unary_stream(b"", Gone())
+    context = Unsendable()
 
     async def empty(message: server_pb2.GetLoadRequest, call: Call) -> server_pb2.GetLoadResponse:
         return server_pb2.GetLoadResponse()
 
-    with pytest.raises(asyncio.CancelledError):
-        await calls.unary("Answers", server_pb2.GetLoadRequest, empty).unary_unary(b"", Gone())
-    assert [counted(metrics, method, "CANCELLED") for method in ("Streams", "Answers")] == [1, 1]
-    assert log.events == []
+    if kind == "stream":
+        handle = calls.stream("Answers", lambda raw, call: call.send(server_pb2.GetLoadResponse())).unary_stream
+    else:
+        handle = calls.unary("Answers", server_pb2.GetLoadRequest, empty).unary_unary
+    running = asyncio.ensure_future(handle(b"", context))
+    await context.tried.wait()
+    if gone:
+        running.cancel()
+    with pytest.raises(asyncio.CancelledError if gone else grpc.aio.InternalError):
+        await running
+    assert counted(metrics, "Answers", "CANCELLED" if gone else "INTERNAL") == 1
+    assert [event["level"] for event in log.events] == ([] if gone else ["error"])
+    assert context.code == (grpc.StatusCode.OK if gone else grpc.StatusCode.INTERNAL)

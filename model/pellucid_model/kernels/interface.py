@@ -118,6 +118,9 @@ class Kernels(Protocol):
     ) -> Tensor:
         """Write the new keys and values of T rows into the cache, then attend from each row. One layer.
 
+        A row sees what rows of its own sequence write; a block that one sequence writes is no other sequence's in this
+        call.
+
         q                     [T, Hq, D], not rotated
         k, v                  [T, Hkv, D], k not rotated; query head h reads kv head h // (Hq / Hkv); both None where
                               another layer has written the rows' keys and values into this cache already

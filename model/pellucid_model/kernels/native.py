@@ -39,7 +39,7 @@ class AttentionArguments(ctypes.Structure):
         *((name, c_int64) for name in ("rotary_positions", "rotary_dim", "bias_width")),
         *((name, c_float) for name in ("scale", "softcap")),
         *((name, c_int32) for name in ("interleaved", "cache_format", "threads")),
-        ("partials", c_void_p),
+        *((name, c_void_p) for name in ("partials", "status")),
     )
 
 

@@ -10,8 +10,8 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import TypeVar
 from urllib.parse import quote
 
@@ -32,6 +32,8 @@ M = TypeVar("M", bound=Message)
 T = TypeVar("T")
 
 INSTANCE = "x-pellucid-instance"
+GOING = 0.2
+"""Seconds in which gRPC says that a call is cancelled, once it has failed to send."""
 
 
 class Call:
@@ -63,7 +65,7 @@ class Call:
         Raises CancelledError where the client is gone.
         """
         raw = _serialized(message)
-        with _client_may_go():
+        async with _client_may_go():
             if not self._began:
                 await self._begin()
             await self._context.write(raw)
@@ -71,7 +73,7 @@ class Call:
     async def reply(self, message: Message) -> bytes:
         """The answer of a unary call."""
         raw = _serialized(message)
-        with _client_may_go():
+        async with _client_may_go():
             await self._begin()
         return raw
 
@@ -183,13 +185,14 @@ class Calls:
         log(level, error.message, method=method, request_id=call.request_id, reason=error.reason)
 
 
-@contextmanager
-def _client_may_go() -> Iterator[None]:
-    """A client that goes as something is sent to it has cancelled its call; gRPC may first say that it cannot send."""
+@asynccontextmanager
+async def _client_may_go() -> AsyncIterator[None]:
+    """A client that goes as something is sent to it cancels its call; gRPC may first say that it cannot be sent."""
     try:
         yield
-    except grpc.aio.InternalError as error:
-        raise asyncio.CancelledError from error
+    except grpc.aio.InternalError:
+        await asyncio.sleep(GOING)
+        raise
 
 
 def _serialized(message: Message) -> bytes:

@@ -59,6 +59,7 @@ class Wide(nn.Module):
         self.up, self.gate, self.down = nn.Linear(WIDTH, 333), nn.Linear(WIDTH, 333), nn.Linear(333, WIDTH)
         self.query2, self.out2, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(800, VOCABULARY)
         self.narrow, self.widen = nn.Linear(WIDTH, 60), nn.Linear(60, WIDTH)
+        self.mix, self.mix_norm = nn.Linear(WIDTH, WIDTH), nn.RMSNorm(WIDTH)
         self.silu, self.sigmoid, self.tanh = nn.SiLU(), nn.Sigmoid(), nn.Tanh()
         self.bias, self.gain = nn.Parameter(torch.randn(HEADS, 30)), nn.Parameter(torch.randn(WIDTH))
         self.rotary = Rotary.from_base(DIM, 100.0)
@@ -79,6 +80,8 @@ class Wide(nn.Module):
         x *= self.sigmoid(x)
         x += self.widen(self.narrow(x))
         x *= 0.75
+        x += self.mix(self.mix_norm(x))
+        x += self.mix(x)
         return torch.cat((x - self.out2(mixed.flatten(1)), x), dim=1)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -173,7 +173,9 @@ class _Fusion:
         if len(readers) != 1 or not isinstance(linear, Linear) or not whole or not self._may_move(index, last):
             return
         residuals = {layer.residual.buffer for layer in linear.layers if layer.residual is not None}
-        if linear.x == normalize.out and normalize.out.buffer not in residuals:  # read as the layers' input alone
+        outs = {layer.out.buffer for layer in linear.layers}
+        only_input = linear.x == normalize.out and normalize.out.buffer not in residuals
+        if only_input and normalize.x.buffer not in outs:
             self._list[last] = replace(linear, x=normalize.x, norm=normalize.norm)
             self._list[index] = None
 
@@ -211,6 +213,9 @@ class _Fusion:
         return not any(index < writer < to for operand in sources for writer in self._writers[operand.buffer])
 
     def _replace(self, index: int, absorbed: tuple[int, ...], x: Operand, layer: Layer) -> None:
+        """Unless the layer would write what it reads: threads read its rows when others have written theirs."""
+        if layer.out.buffer == x.buffer:
+            return
         for each in absorbed:
             self._list[each] = None
         self._list[index] = Linear(x, (layer,))

@@ -126,6 +126,8 @@ class CompiledProgram:
             compiled.number, compiled.other = b, _NUMBER
 
     def _set_linear(self, compiled: _Instruction, instruction: Linear) -> None:
+        if any(layer.out.buffer == instruction.x.buffer for layer in instruction.layers):
+            raise ValueError("a linear layer writes what it reads")
         layers = (LinearLayer * len(instruction.layers))(
             *(linear_layer(each.packed, each.gate, each.activation) for each in instruction.layers)
         )

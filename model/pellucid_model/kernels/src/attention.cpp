@@ -151,7 +151,8 @@ int32_t paged_attention(const Arguments& a) {
     const int threads = useful_threads(a.threads, plan.work);
     units.make(a, plan, threads);
     float* const partials = a.partials ? a.partials : scratch<float, kAttentionPartials>(units.partials);
-    std::atomic<int32_t> status{kOk};
+    std::atomic<int32_t> own_status{kOk};
+    std::atomic<int32_t>& status = a.status ? *a.status : own_status;
     if (a.k && !units.write) write_cache<Format>(a);
     const auto count = static_cast<int64_t>(units.all.size());
     for_each_unit(threads, count, [&, &units = units](int64_t i, int worker) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 
 #include "simd.h"
@@ -37,7 +38,9 @@ struct Arguments {
     int64_t rotary_positions, rotary_dim, bias_width;
     float scale, softcap;  // softcap 0: none
     int32_t interleaved, cache_format, threads;
-    float* partials;  // what a team shares to merge in: pellucid_count_partials; null: there is no team
+    // What a team shares, null where there is none: room to merge in (pellucid_count_partials), and what went wrong.
+    float* partials;
+    std::atomic<int32_t>* status;
 };
 
 enum Status : int32_t { kOk, kBadRowSequence, kBadPosition, kBadSinkQueryPosition, kBadBlock };

@@ -8,6 +8,8 @@
 //   kCachedShift            how much of the cache a tile can fetch meanwhile: its own bytes shifted right. Faster than a
 //                           line in 64 cycles or so, as here, and the weights come late
 // Formats: linear_formats.h, quantized_formats.h. What a tile's sums go through on their way out: linear_finish.h.
+#include <optional>
+
 #include "cache_reading.h"
 #include "linear_finish.h"
 #include "parallel.h"
@@ -130,12 +132,14 @@ private:
     // tiles: the panels stay in the nearest cache, the part's rows in the next one.
     void multiply() const {
         const EvenParts parts = row_parts();
+        std::optional<Linear> operator_behind;  // made here, for within a unit there is one thread
+        if (a_.next && a_.next->format == a_.format && a_.next->rows > 0) operator_behind.emplace(*a_.next);
         const int64_t run_count = runs_each_ * threads_, units = run_count * parts.count;
         for_each_unit(threads_, units, [&](int64_t unit, int worker) {
             const Run run = run_at(unit % run_count);
             const int64_t row = parts.begin(unit / run_count), rows = parts.size(unit / run_count);
             const bool last = unit + 1 == first_unit(worker + 1, units, threads_);
-            const Weights then = last ? next_operator(worker) : first_read(run_at((unit + 1) % run_count));
+            const Weights then = last ? read_behind(operator_behind, worker) : first_read(run_at((unit + 1) % run_count));
             const EvenParts tiles(rows, Format::kRows);
             for (Run visit = first_visit(run); visit.first < run.last; visit = next_visit(run, visit)) {
                 const Run next = next_visit(run, visit);
@@ -194,13 +198,11 @@ private:
     Weights first_read(const Run& run) const { return read(first_visit(run)); }
 
     // What this worker reads first in the operator that comes next.
-    Weights next_operator(int worker) const {
-        if (!a_.next || a_.next->format != a_.format || a_.next->rows == 0) return {};
-        const Linear next(*a_.next);
-        if (worker >= next.threads_) return {};
-        const int64_t run_count = next.runs_each_ * next.threads_;
-        const int64_t unit = first_unit(worker, run_count * next.row_parts().count, next.threads_);
-        return next.first_read(next.run_at(unit % run_count));
+    static Weights read_behind(const std::optional<Linear>& next, int worker) {
+        if (!next || worker >= next->threads_) return {};
+        const int64_t run_count = next->runs_each_ * next->threads_;
+        const int64_t unit = first_unit(worker, run_count * next->row_parts().count, next->threads_);
+        return next->first_read(next->run_at(unit % run_count));
     }
 
     // A visit of rows [row, row + count). Few rows take two panels at once, to keep the multipliers busy: one of each

@@ -18,7 +18,7 @@ struct LinearLayer {
     const void* gate_weight;  // of the same shape, or null
     const float* gate_bias;
     const float* residual;  // [rows, outputs] or null; may be `out` where there is no gate
-    float* out;             // [rows, outputs]
+    float* out;             // [rows, outputs], never x
     int64_t outputs;
     int32_t activation;  // of the gate where there is one
 };

@@ -68,5 +68,15 @@ struct EvenParts {
     int64_t size(int64_t part) const { return begin(part + 1) - begin(part); }
 };
 
+// body(row) for every row, each of which is worth `work`; some rows are a unit.
+template <class Body>
+void for_each_row(int threads, int64_t rows, int64_t work, const Body& body) {
+    threads = useful_threads(threads, rows * work);
+    const EvenParts parts(rows, std::max<int64_t>(1, (rows + 4 * threads - 1) / (4 * threads)));
+    for_each_unit(threads, parts.count, [&](int64_t part, int) {
+        for (int64_t row = parts.begin(part); row < parts.begin(part + 1); ++row) body(row);
+    });
+}
+
 }  // namespace
 }  // namespace pellucid

@@ -21,7 +21,7 @@ bool is_alike(const Instruction& i, const Instruction& j) {
 }
 
 // Finds out how much memory the threads share, and whether attention's arguments are in range.
-int32_t prepare(const Batch& batch, const Instruction* begin, const Instruction* end, Shared& shared) {
+int32_t find_shared(const Batch& batch, const Instruction* begin, const Instruction* end, Shared& shared) {
     const Step step(batch, end, shared, 0);
     int64_t bytes = 0, partials = 0;
     const Instruction* last = nullptr;
@@ -65,11 +65,10 @@ extern "C" int32_t pellucid_run_plan(const pellucid::Instruction* instructions, 
     using namespace pellucid;
     const Instruction* const end = instructions + count;
     Shared shared;
-    std::atomic<int32_t> status{kOk};  // of the first instruction that failed
-    if (const int32_t unfit = prepare(*batch, instructions, end, shared); unfit != kOk) return unfit;
+    if (const int32_t unfit = find_shared(*batch, instructions, end, shared); unfit != kOk) return unfit;
     work_together(batch->threads, [&](int member) {
         Step step(*batch, end, shared, member);
-        run_instructions(step, instructions, end, status);
+        run_instructions(step, instructions, end, shared.status);
     });
-    return status;
+    return shared.status;
 }

@@ -35,12 +35,13 @@ constexpr int kMostLayers = 16;       // as in plan/fusion.py
 struct Shared {
     std::byte* prepared = nullptr;
     float* partials = nullptr;
+    std::atomic<int32_t> status{kOk};  // of an instruction that failed
 };
 
 // A thread's way through a step.
 class Step {
 public:
-    Step(const Batch& batch, const Instruction* end, const Shared& shared, int member)
+    Step(const Batch& batch, const Instruction* end, Shared& shared, int member)
         : batch_(batch), end_(end), shared_(shared), member_(member) {
         for (int64_t row = 0; row < batch.rows[0]; ++row) keys_ += batch.positions32[row] + 1;
     }
@@ -57,10 +58,50 @@ public:
                 return batch_.rows[i.a.phase] * arguments.inputs * outputs;
             }
             case kAttention: return 4 * keys_ * i.out.width;
-            case kReduce: return numbers * i.size;
+            case kReduce: return 8 * numbers * i.size;
             case kActivate: return numbers * 8;
             default: return numbers;
         }
+    }
+
+    // A linear layer's arguments, but for what it reads and writes.
+    LinearArguments linear_arguments(const Instruction& i) const {
+        LinearArguments arguments = *static_cast<const LinearArguments*>(i.first);
+        arguments.rows = batch_.rows[i.a.phase];
+        arguments.threads = batch_.threads;
+        arguments.prepared = shared_.prepared;
+        return arguments;
+    }
+
+    Arguments attention_arguments(const Instruction& i) const {
+        Arguments a = *static_cast<const Arguments*>(i.first);
+        a.q = at(i.a, 0);
+        a.k = i.variant ? at(i.b, 0) : nullptr;
+        a.v = i.variant ? at(i.c, 0) : nullptr;
+        a.out = at(i.out, 0);
+        a.q_stride = i.a.stride;
+        a.k_stride = i.b.stride;
+        a.v_stride = i.c.stride;
+        a.rows = batch_.rows[i.out.phase];
+        a.row_sequence = batch_.row_sequence;
+        a.positions = batch_.positions32;
+        a.block_tables = batch_.block_tables;
+        a.sequences = batch_.sequences;
+        a.table_width = batch_.table_width;
+        a.window = batch_.windows[i.window];
+        if (i.other) {
+            a.sinks = batch_.sinks;
+            a.sink_query_positions = batch_.sink_query_positions;
+        }
+        if (i.rotary >= 0) {
+            a.cos = batch_.angles[i.rotary].cos;
+            a.sin = batch_.angles[i.rotary].sin;
+            a.rotary_positions = batch_.angles[i.rotary].positions;
+        }
+        a.threads = batch_.threads;
+        a.partials = shared_.partials;
+        a.status = &shared_.status;
+        return a;
     }
 
     int32_t run(const Instruction& i) {
@@ -96,12 +137,8 @@ private:
     }
 
     template <class Body>
-    void each_row(int64_t rows, int64_t width, const Body& body) const {
-        const int threads = useful_threads(batch_.threads, rows * width);
-        const EvenParts parts(rows, std::max<int64_t>(1, (rows + 4 * threads - 1) / (4 * threads)));
-        for_each_unit(threads, parts.count, [&](int64_t part, int) {
-            for (int64_t row = parts.begin(part); row < parts.begin(part) + parts.size(part); ++row) body(row);
-        });
+    void each_row(int64_t rows, int64_t work, const Body& body) const {
+        for_each_row(batch_.threads, rows, work, body);
     }
 
     int32_t gather(const Instruction& i, int64_t rows) const {
@@ -123,7 +160,7 @@ private:
     }
 
     void reduce(const Instruction& i, int64_t rows) const {
-        each_row(rows, i.a.width, [&](int64_t row) {
+        each_row(rows, 8 * i.a.width, [&](int64_t row) {
             const float* x = at(i.a, row);
             float* out = at(i.out, row);
             for (int64_t j = 0; j < i.out.width; ++j, x += i.size)
@@ -251,53 +288,12 @@ private:
         return pellucid_paged_attention(&a);
     }
 
-public:
-    // A linear layer's arguments, but for what it reads and writes.
-    LinearArguments linear_arguments(const Instruction& i) const {
-        LinearArguments arguments = *static_cast<const LinearArguments*>(i.first);
-        arguments.rows = batch_.rows[i.a.phase];
-        arguments.threads = batch_.threads;
-        arguments.prepared = shared_.prepared;
-        return arguments;
-    }
-
-    Arguments attention_arguments(const Instruction& i) const {
-        Arguments a = *static_cast<const Arguments*>(i.first);
-        a.q = at(i.a, 0);
-        a.k = i.variant ? at(i.b, 0) : nullptr;
-        a.v = i.variant ? at(i.c, 0) : nullptr;
-        a.out = at(i.out, 0);
-        a.q_stride = i.a.stride;
-        a.k_stride = i.b.stride;
-        a.v_stride = i.c.stride;
-        a.rows = batch_.rows[i.out.phase];
-        a.row_sequence = batch_.row_sequence;
-        a.positions = batch_.positions32;
-        a.block_tables = batch_.block_tables;
-        a.sequences = batch_.sequences;
-        a.table_width = batch_.table_width;
-        a.window = batch_.windows[i.window];
-        if (i.other) {
-            a.sinks = batch_.sinks;
-            a.sink_query_positions = batch_.sink_query_positions;
-        }
-        if (i.rotary >= 0) {
-            a.cos = batch_.angles[i.rotary].cos;
-            a.sin = batch_.angles[i.rotary].sin;
-            a.rotary_positions = batch_.angles[i.rotary].positions;
-        }
-        a.threads = batch_.threads;
-        a.partials = shared_.partials;
-        return a;
-    }
-
-private:
     static constexpr int64_t kRowsForReading = 17;
     static constexpr int64_t kMostReadBytes = 4 << 20;
 
     const Batch& batch_;
     const Instruction* const end_;
-    const Shared& shared_;
+    Shared& shared_;
     const int member_;
     int64_t keys_ = 0;  // that all rows see, if they see all before them
     const Instruction* reading_for_ = nullptr;  // the attention that `reading_` is of

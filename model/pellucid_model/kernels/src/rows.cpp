@@ -6,19 +6,10 @@
 namespace pellucid {
 namespace {
 
-template <class Body>
-void for_each_row(int64_t rows, int64_t size, int threads, const Body& body) {
-    threads = useful_threads(threads, rows * size);
-    const EvenParts parts(rows, std::max<int64_t>(1, (rows + 4 * threads - 1) / (4 * threads)));
-    for_each_unit(threads, parts.count, [&](int64_t part, int) {
-        for (int64_t row = parts.begin(part); row < parts.begin(part) + parts.size(part); ++row) body(row);
-    });
-}
-
 template <class Function>
 void map(const float* x, float* out, int64_t size, int threads) {
     constexpr int64_t kChunk = 4096;
-    for_each_row((size + kChunk - 1) / kChunk, 8 * kChunk, threads, [=](int64_t chunk) {
+    for_each_row(threads, (size + kChunk - 1) / kChunk, 8 * kChunk, [=](int64_t chunk) {
         const int64_t offset = chunk * kChunk;
         for_each_vector(std::min(kChunk, size - offset), [=](int64_t i, auto count) {
             store(out + offset + i, Function()(load(x + offset + i, count)), count);
@@ -34,14 +25,14 @@ using namespace pellucid;
 // x, out [rows, size]; weight [size] or null.
 extern "C" void pellucid_rms_norm(const float* x, const float* weight, float* out, int64_t rows, int64_t size,
                                   float eps, int threads) {
-    for_each_row(rows, size, threads,
+    for_each_row(threads, rows, size,
                  [=](int64_t row) { rms_norm_row(x + row * size, weight, out + row * size, size, eps); });
 }
 
 // x, out [rows, size]; weight, bias [size] or null.
 extern "C" void pellucid_layer_norm(const float* x, const float* weight, const float* bias, float* out, int64_t rows,
                                     int64_t size, float eps, int threads) {
-    for_each_row(rows, size, threads,
+    for_each_row(threads, rows, size,
                  [=](int64_t row) { layer_norm_row(x + row * size, weight, bias, out + row * size, size, eps); });
 }
 
@@ -88,6 +79,6 @@ extern "C" void pellucid_reciprocal(const float* x, float* out, int64_t size, in
 // out [rows, width] = rows of a table [count, width]; every index is in [0, count).
 extern "C" void pellucid_look_up(const void* table, int format, const int64_t* indices, float* out, int64_t rows,
                                  int64_t width, int threads) {
-    for_each_row(rows, width, threads,
+    for_each_row(threads, rows, width,
                  [=](int64_t row) { look_up_row(table, format, indices[row], out + row * width, width); });
 }
