@@ -177,7 +177,7 @@ async def test_calls_that_clients_end_are_counted_and_leave_no_task(
 
 
 class Unsendable:
-    """gRPC fails to send just before it says that the call is cancelled, which no client can bring about for certain."""
+    """gRPC fails to send just before it says that a call is cancelled, which no client can bring about for certain."""
 
     def __init__(self) -> None:
         self.code = grpc.StatusCode.OK
