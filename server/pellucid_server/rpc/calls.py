@@ -10,8 +10,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from typing import TypeVar
 from urllib.parse import quote
 
@@ -65,16 +64,22 @@ class Call:
         Raises CancelledError where the client is gone.
         """
         raw = _serialized(message)
-        async with _client_may_go():
+        try:
             if not self._began:
                 await self._begin()
             await self._context.write(raw)
+        except grpc.aio.InternalError:
+            await _may_be_cancelled()
+            raise
 
     async def reply(self, message: Message) -> bytes:
         """The answer of a unary call."""
         raw = _serialized(message)
-        async with _client_may_go():
+        try:
             await self._begin()
+        except grpc.aio.InternalError:
+            await _may_be_cancelled()
+            raise
         return raw
 
     async def fail(self, error: ServeError) -> None:
@@ -185,14 +190,9 @@ class Calls:
         log(level, error.message, method=method, request_id=call.request_id, reason=error.reason)
 
 
-@asynccontextmanager
-async def _client_may_go() -> AsyncIterator[None]:
+async def _may_be_cancelled() -> None:
     """A client that goes as something is sent to it cancels its call; gRPC may first say that it cannot be sent."""
-    try:
-        yield
-    except grpc.aio.InternalError:
-        await asyncio.sleep(GOING)
-        raise
+    await asyncio.sleep(GOING)
 
 
 def _serialized(message: Message) -> bytes:

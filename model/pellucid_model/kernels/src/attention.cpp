@@ -122,19 +122,17 @@ Status check(const Arguments& a) {
     return kOk;
 }
 
+// Of row `row`, for kv heads [head, end_head).
 template <class Format>
-void write_rows(const Arguments& a, int64_t row, int64_t end_row, int64_t head, int64_t end_head) {
+void write_row(const Arguments& a, int64_t row, int64_t head, int64_t end_head) {
     static thread_local CacheWriter<Format> writer;
-    for (; row < end_row; ++row) writer.write(a, row, own_block(a, row), head, end_head);
+    writer.write(a, row, own_block(a, row), head, end_head);
 }
 
 template <class Format>
 void write_cache(const Arguments& a) {
-    const int threads = useful_threads(a.threads, 4 * a.rows * a.kv_heads * a.head_dim);
-    const EvenParts parts(a.rows, std::max<int64_t>(1, divide_up(a.rows, kUnitsPerThread * threads)));
-    for_each_unit(threads, parts.count, [&](int64_t part, int) {
-        write_rows<Format>(a, parts.begin(part), parts.begin(part + 1), 0, a.kv_heads);
-    });
+    for_each_row(a.threads, a.rows, 4 * a.kv_heads * a.head_dim,
+                 [&](int64_t row) { write_row<Format>(a, row, 0, a.kv_heads); });
 }
 
 template <class Format>
@@ -161,7 +159,8 @@ int32_t paged_attention(const Arguments& a) {
         const bool last = i + 1 == count || i + 1 == first_unit(worker + 1, count, threads);
         const KeyBlock next = last ? KeyBlock{} : units.all[i + 1].first_block(a);
         if (a.k && units.write && unit.end == tile.pieces())
-            write_rows<Format>(a, tile.first, tile.first + tile.count, unit.kv_head, unit.kv_head + 1);
+            for (int64_t row = tile.first; row < tile.first + tile.count; ++row)
+                write_row<Format>(a, row, unit.kv_head, unit.kv_head + 1);
         auto& attention = tile_attention<Format>();
         if (unit.partials < 0)
             attention.run(a, status, tile, unit.kv_head, next);

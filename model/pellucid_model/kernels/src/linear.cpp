@@ -95,20 +95,17 @@ private:
     const Left* prepare() const {
         if constexpr (Format::kTakesFloats)
             if (takes_floats(a_)) return a_.x;
-        const int threads = useful_threads(threads_, a_.rows * a_.inputs * kPrepareWork);
-        Left* const left = threads > 1 && a_.prepared ? static_cast<Left*>(a_.prepared)
-                                                      : scratch<Left, kPreparedRows>(a_.rows * stride_);
-        const auto prepare_rows = [&](int64_t begin, int64_t end) {
-            for (int64_t row = begin; row < end; ++row)
-                Format::prepare(normalised(a_.x + row * a_.inputs), a_.inputs, left + row * stride_);
+        const int64_t work = a_.inputs * kPrepareWork;
+        const bool shared = useful_threads(threads_, a_.rows * work) > 1;
+        Left* const left =
+            shared && a_.prepared ? static_cast<Left*>(a_.prepared) : scratch<Left, kPreparedRows>(a_.rows * stride_);
+        const auto prepare_row = [&](int64_t row) {
+            Format::prepare(normalised(a_.x + row * a_.inputs), a_.inputs, left + row * stride_);
         };
-        if (threads == 1) {
-            prepare_rows(0, a_.rows);
-        } else {
-            const EvenParts parts(a_.rows, divide_up(a_.rows, 4 * threads));
-            for_each_unit(threads, parts.count,
-                          [&](int64_t part, int) { prepare_rows(parts.begin(part), parts.begin(part + 1)); });
-        }
+        if (shared)
+            for_each_row(threads_, a_.rows, work, prepare_row);
+        else
+            for (int64_t row = 0; row < a_.rows; ++row) prepare_row(row);
         return left;
     }
 

@@ -3,8 +3,8 @@
 // Every member begins with its own share of a call's units, always the same part of them, so that what it wrote in one
 // call is in its cache in the next; then it takes what is left of the others' shares. So a thread that the system has put
 // aside, because something else runs on its core, costs nothing, unless it is in the middle of a unit, or a round is for
-// fewer threads than the team has and all that are to work on it are away. A barrier, as at
-// the end of an OpenMP region, waits for every thread, and on busy cores that is a wait of whole scheduler slices.
+// fewer threads than the team has and all that are to work on it are away. A barrier, as at the end of an OpenMP region,
+// waits for every thread, and on busy cores that is a wait of whole scheduler slices.
 //
 // Calls are counted: a call's number is its round, the same for all members. A share has two words, each with the last
 // round that somebody worked on it in the upper half: `claimed`, whose lower half is the next unit, and `done`, whose
