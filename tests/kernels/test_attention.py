@@ -255,9 +255,10 @@ def test_torch_kernels_take_any_float_type() -> None:
         torch.testing.assert_close(out.double(), paged.oracle(), rtol=0, atol=error)
 
 
-def test_large_scores_stay_finite(kernels: Kernels) -> None:
+@pytest.mark.parametrize("scale", [1e4, 1e-30, 0.0, -0.3, -1e4])
+def test_any_scale_agrees(kernels: Kernels, scale: float) -> None:
     paged = PagedSequences(Setup())
-    paged.scale = 1e4
+    paged.scale = scale
     out = paged.run_all(kernels)
     assert out.isfinite().all()
     torch.testing.assert_close(out.double(), paged.oracle(), rtol=0, atol=2e-2)

@@ -78,11 +78,8 @@ struct Units {
         split.clear();
         partials = 0;
         write = plan.whole;
-        // Single rows go in their order, so that a thread has those that it computed; of prompts the last rows, which see
-        // most, go first.
-        const auto tiles = static_cast<int64_t>(plan.tiles.size());
-        for (int64_t i = 0; i < tiles; ++i) {
-            const TokenTile* tile = &plan.tiles[tiles == a.rows ? i : tiles - 1 - i];
+        for (const TokenTile& each : plan.tiles) {
+            const TokenTile* tile = &each;
             const int64_t cost = tile->count * tile->pieces();
             const int64_t parts = threads == 1 ? 1 : std::min<int64_t>(divide_up(cost, most), tile->pieces());
             for (int64_t head = 0; head < a.kv_heads; ++head) {
@@ -100,6 +97,11 @@ struct Units {
                 partials += tile->pieces() * Partial::size(tile->count * group, stride);
             }
         }
+        // A thread begins with rows that it computed; of prompts with the last of them, which see most.
+        const auto count = static_cast<int64_t>(all.size());
+        for (int worker = 0; worker < threads && static_cast<int64_t>(plan.tiles.size()) < a.rows; ++worker)
+            std::reverse(all.begin() + first_unit(worker, count, threads),
+                         all.begin() + first_unit(worker + 1, count, threads));
     }
 };
 
@@ -135,6 +137,18 @@ void write_cache(const Arguments& a) {
                  [&](int64_t row) { write_row<Format>(a, row, 0, a.kv_heads); });
 }
 
+// Prefetches what a unit begins with, the linear layer's output: another core may have it.
+void fetch_rows(const Arguments& a, const Unit& unit) {
+    const int64_t row = unit.tile->first, group = a.query_heads / a.kv_heads;
+    const auto fetch = [](const float* numbers, int64_t count) {
+        for (int64_t i = 0; i < count; i += 16) prefetch(numbers + i);
+    };
+    fetch(a.q + row * a.q_stride + unit.kv_head * group * a.head_dim, group * a.head_dim);
+    if (!a.k) return;
+    fetch(a.k + row * a.k_stride + unit.kv_head * a.head_dim, a.head_dim);
+    fetch(a.v + row * a.v_stride + unit.kv_head * a.head_dim, a.head_dim);
+}
+
 template <class Format>
 TileAttention<Format>& tile_attention() {
     static thread_local const auto own = std::make_unique<TileAttention<Format>>();
@@ -158,14 +172,18 @@ int32_t paged_attention(const Arguments& a) {
         const TokenTile& tile = *unit.tile;
         const bool last = i + 1 == count || i + 1 == first_unit(worker + 1, count, threads);
         const KeyBlock next = last ? KeyBlock{} : units.all[i + 1].first_block(a);
-        if (a.k && units.write && unit.end == tile.pieces())
-            for (int64_t row = tile.first; row < tile.first + tile.count; ++row)
+        if (!last) fetch_rows(a, units.all[i + 1]);
+        const bool writes = a.k && units.write && unit.end == tile.pieces();
+        const auto write = [&] {
+            for (int64_t row = tile.first; writes && row < tile.first + tile.count; ++row)
                 write_row<Format>(a, row, unit.kv_head, unit.kv_head + 1);
+        };
         auto& attention = tile_attention<Format>();
         if (unit.partials < 0)
-            attention.run(a, status, tile, unit.kv_head, next);
+            attention.run(a, status, tile, unit.kv_head, next, write);
         else
-            attention.run_part(a, status, tile, unit.kv_head, next, unit.begin, unit.end, partials + unit.partials);
+            attention.run_part(a, status, tile, unit.kv_head, next, write, unit.begin, unit.end,
+                               partials + unit.partials);
     });
     const auto split = static_cast<int64_t>(units.split.size());
     if (split == 0) return status;

@@ -50,28 +50,33 @@ struct Partial {
 };
 
 constexpr float kLog2E = 1.44269504f;
+constexpr int64_t kQueriesAhead = 2;  // rows whose queries come from another core's cache meanwhile
 
 // One tile of rows of one kv head, with the memory it works in. Kept by a thread from call to call.
 template <class Format>
 class TileAttention {
 public:
     // Attends over all keys and writes the rows of `out`. next: what this thread needs afterwards, to be prefetched.
+    // write() is called before the first piece that has a position of the tile's own rows: late, for then that part of
+    // the cache has been prefetched.
+    template <class Write>
     void run(const Arguments& arguments, std::atomic<int32_t>& status, const TokenTile& tile, int64_t kv_head,
-             const KeyBlock& next) {
+             const KeyBlock& next, const Write& write) {
         start(arguments, status, tile, kv_head);
         const Partial partial(memory_.data(), rows_, stride_);
-        for_each_piece(0, tile.pieces(), next, [&](int32_t) { return partial; }, [&] { merge(partial); });
+        for_each_piece(0, tile.pieces(), next, write, [&](int32_t) { return partial; }, [&] { merge(partial); });
         write_result();
     }
 
     // Makes the partials of pieces [begin, end) only, at `memory` + piece * Partial::size.
+    template <class Write>
     void run_part(const Arguments& arguments, std::atomic<int32_t>& status, const TokenTile& tile, int64_t kv_head,
-                  const KeyBlock& next, int32_t begin, int32_t end, float* memory) {
+                  const KeyBlock& next, const Write& write, int32_t begin, int32_t end, float* memory) {
         start(arguments, status, tile, kv_head);
         const auto place = [&](int32_t piece) {
             return Partial(memory + piece * Partial::size(rows_, stride_), rows_, stride_);
         };
-        for_each_piece(begin, end, next, place, [] {});
+        for_each_piece(begin, end, next, write, place, [] {});
     }
 
     // Merges what run_part has made of all pieces, and writes the rows of `out`.
@@ -105,9 +110,15 @@ private:
         added_.resize(rows_);
     }
 
-    template <class Place, class Done>
-    void for_each_piece(int32_t begin, int32_t end, const KeyBlock& next, const Place& place, const Done& done) {
+    template <class Write, class Place, class Done>
+    void for_each_piece(int32_t begin, int32_t end, const KeyBlock& next, const Write& write, const Place& place,
+                        const Done& done) {
+        bool written = false;
         for (int32_t piece = begin; piece < end; ++piece) {
+            if (!written && tile_.start(piece) + kBlock > a_->positions[tile_.first]) {
+                write();
+                written = true;
+            }
             const bool to_sinks = tile_.to_sinks(piece);
             if (piece == begin || to_sinks != tile_.to_sinks(piece - 1)) look_at(to_sinks);
             const KeyBlock following = piece + 1 < end ? tile_.block(*a_, kv_head_, piece + 1) : next;
@@ -122,9 +133,11 @@ private:
             const int64_t row = tile_.first + t;
             const Visible visible = visible_keys(*a_, row);
             const int64_t position = to_sinks ? sink_query_position(*a_, row) : a_->positions[row];
+            const float* heads = a_->q + row * a_->q_stride + kv_head_ * group_ * a_->head_dim;
+            for (int64_t d = 0; t + kQueriesAhead < tile_.count && d < group_ * a_->head_dim; d += 16)
+                prefetch(heads + kQueriesAhead * a_->q_stride + d);
             for (int64_t g = 0; g < group_; ++g) {
-                const float* head = a_->q + row * a_->q_stride + (kv_head_ * group_ + g) * a_->head_dim;
-                scores_.set_query(t * group_ + g, rotated(*a_, head, position, rotated_.data()));
+                scores_.set_query(t * group_ + g, rotated(*a_, heads + g * a_->head_dim, position, rotated_.data()));
                 ranges_[t * group_ + g] = to_sinks ? visible.sinks : visible.window;
             }
         }
@@ -189,23 +202,26 @@ private:
         clear((local_[r].end + 15) / 16 * 16, any.end);
         const int64_t row = tile_.first + r / group_, head = kv_head_ * group_ + r % group_;
         const int64_t query = to_sinks ? sink_query_position(*a_, row) : a_->positions[row];
-        const bool plain = !(a_->softcap > 0) && !a_->alibi_slopes && !a_->distance_bias;
+        // Scores that are only multiplied, which does not change which is the largest, stay as they are until the end.
+        const bool plain = a_->scale > 0 && !(a_->softcap > 0) && !a_->alibi_slopes && !a_->distance_bias;
+        const float scale = plain ? a_->scale * kLog2E : 1.0f;
         const Range seen = local_[r];
-        const F16 scale = broadcast(a_->scale * kLog2E), unseen = broadcast(-INFINITY);
+        const F16 unseen = broadcast(-INFINITY);
         F16 largest = unseen;
         for (int at = seen.begin / 16 * 16; at < seen.end; at += 16) {
             F16 s = load(scores + at);
-            s = plain ? s * scale : adjusted(s, head, query, start + at);
-            if (seen.begin > at || seen.end < at + 16) s = keep_lanes(s, seen.begin - at, seen.end - at, unseen);
-            store(scores + at, s);
+            const bool whole = seen.begin <= at && at + 16 <= seen.end;
+            if (!plain) s = adjusted(s, head, query, start + at);
+            if (!whole) s = keep_lanes(s, seen.begin - at, seen.end - at, unseen);
+            if (!plain || !whole) store(scores + at, s);
             largest = max(largest, s);
         }
-        partial.largest[r] = horizontal_max(largest);
+        partial.largest[r] = horizontal_max(largest) * scale;
         // Finite, so that keys that a bias of -infinity hides weigh nothing, where it hides all of them too.
-        const F16 reference = broadcast(std::max(partial.largest[r], std::numeric_limits<float>::lowest()));
+        const F16 reference = broadcast(-std::max(partial.largest[r], std::numeric_limits<float>::lowest()));
         F16 sum = broadcast(0.0f);
         for (int at = seen.begin / 16 * 16; at < seen.end; at += 16) {
-            const F16 e = exp2(load(scores + at) - reference);
+            const F16 e = exp2(fma(load(scores + at), broadcast(scale), reference));
             store(scores + at, e);
             sum = sum + e;
         }

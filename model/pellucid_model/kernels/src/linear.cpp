@@ -226,6 +226,9 @@ private:
             const auto* first = static_cast<const std::byte*>(weight) + panel * panel_bytes_;
             product<Rows, Vectors>(left_ + row * stride_, first, apart * panel_bytes_, fetching.part(first), out);
         };
+        for (int r = 0; layer.residual && r < Rows; ++r)
+            for (int64_t column = panel * kPanel; column < (panel + 1) * kPanel; column += 16)
+                prefetch(layer.residual + (row + r) * layer.outputs + column);
         if (layer.gate_weight) multiply(layer.gate_weight, gate);
         multiply(layer.weight, sums);
         for (int64_t begin = 0; begin < kColumns; begin += kPanel, panel += apart) {
