@@ -242,12 +242,11 @@ def test_errors_are_one_line(scripted: Scripted) -> None:
     assert done.stderr == b"pellucid: 288 requests in flight; try again in 2 s [QUEUE_FULL]\n"
 
 
-@pytest.mark.parametrize("timeout", ["1e10", "1e300", "inf"])
-def test_a_very_long_timeout_is_none(scripted: Scripted, timeout: str) -> None:
-    for command in (["generate", "x"], ["info"], ["health"], ["tokenize", "x"]):
+def test_a_very_long_timeout_is_none(scripted: Scripted) -> None:
+    for timeout, command in (("1e10", ["generate", "x"]), ("1e300", ["info"]), ("inf", ["tokenize", "x"])):
         done = pellucid(*command, "--timeout", timeout, server=scripted.address)
         assert (done.returncode, done.stderr) == (0, b"")
-    assert pellucid("health", "--wait", timeout, server=scripted.address).returncode == 0
+    assert pellucid("health", "--timeout", "inf", "--wait", "1e300", server=scripted.address).returncode == 0
 
 
 def test_no_server(scripted: Scripted) -> None:
@@ -275,11 +274,11 @@ def test_a_server_that_hangs_up_is_one_line() -> None:
     assert process.stdout is not None
     assert process.stdout.read(1) == b"a"
     server.stop(grace=None).wait()
-    _, stderr = process.communicate(timeout=10)
+    _, stderr = process.communicate(timeout=60)
     assert process.returncode == 1
     assert stderr.startswith(b"pellucid: ")
     assert stderr.count(b"\n") == 1
-    assert endless.ended.wait(5)
+    assert endless.ended.wait(30)
 
 
 @pytest.mark.parametrize(
@@ -342,9 +341,9 @@ def test_ctrl_c_ends_the_request_and_exits_130(scripted: Scripted) -> None:
     assert process.stdout is not None
     assert process.stdout.read(1) == b"a"  # Flushed as it came: the stream has not ended.
     process.send_signal(signal.SIGINT)
-    _, stderr = process.communicate(timeout=10)
+    _, stderr = process.communicate(timeout=60)
     assert (process.returncode, stderr) == (130, b"")
-    assert endless.ended.wait(5)
+    assert endless.ended.wait(30)
 
 
 def test_ctrl_c_ends_a_file_of_prompts(scripted: Scripted) -> None:
@@ -368,12 +367,12 @@ def test_ctrl_c_ends_a_file_of_prompts(scripted: Scripted) -> None:
     process.stdin.close()
     assert process.stdout.readline() == b"done\n"
     process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=10) == 130
+    assert process.wait(timeout=60) == 130
     assert process.stderr is not None
     assert process.stderr.read() == b""
     process.stdout.close()
     process.stderr.close()
-    assert endless.ended.wait(5)
+    assert endless.ended.wait(30)
 
 
 @pytest.mark.parametrize("arguments", [["generate", "x"], ["generate", "--file", "-"], ["info"]])
@@ -392,7 +391,7 @@ def test_a_broken_pipe_is_quiet(scripted: Scripted, arguments: list[str]) -> Non
     process.stdout.close()
     process.stdin.write(b"a\nb\n")
     process.stdin.close()
-    assert process.wait(timeout=10) == 141
+    assert process.wait(timeout=60) == 141
     assert process.stderr.read() == b""
     process.stderr.close()
 

@@ -78,7 +78,7 @@ class Terminal:
         os.write(self._own, text.encode())
 
     def close(self) -> int:
-        code = self.process.wait(30)
+        code = self.process.wait(100)
         os.close(self._own)
         return code
 

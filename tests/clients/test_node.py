@@ -82,11 +82,12 @@ def test_against_a_live_server(node: Path, tmp_path: Path) -> None:
 def test_against_servers_in_trouble(node: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({}))
     CharacterTokenizer.train([LETTERS]).save(tmp_path)
-    loading = Script(lives=str(tmp_path / "loading"), start_seconds=1.0)
+    loading = Script(lives=str(tmp_path / "loading"), hang_after_steps=[0])
     holding = Script(lives=str(tmp_path / "holding"), step_seconds=0.01, token_pause_after=1)
     with serve(tmp_path, program=holding.program()) as dying:
         late = start_server(tmp_path, program=loading.program())
         try:
+            late.load_until_refused(2)
             names = {
                 "PELLUCID_LOADING": late.address,
                 "PELLUCID_DYING": dying.address,

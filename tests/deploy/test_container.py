@@ -209,6 +209,8 @@ def snapshot(folder: Path) -> dict[str, tuple[int, int, int]]:
 def test_a_stranger_without_rights_or_network_serves_the_demo_and_stops_at_once() -> None:
     with container(*LOCKED_DOWN, "--user", "12345:12345") as server:
         server.until_ready()
+        server.inside("sh", "-c", "(sleep 4 &) ; exit 0")
+        assert [name for name, _ in server.processes()].count("sleep") == 1, "PID 1 has not taken the orphan over"
         assert server.inside("id", "-u").strip() == "12345"
         with pytest.raises(AssertionError, match="Read-only file system"):
             server.inside("touch", "/opt/pellucid/file")
@@ -224,16 +226,15 @@ def test_a_stranger_without_rights_or_network_serves_the_demo_and_stops_at_once(
         info = json.loads(server.client("-m", "pellucid_client.cli", "info", "--json"))
         assert info["server"]["batch_invariant"], "the image runs without its compiled kernels"
 
-        server.inside("sh", "-c", "(sleep 2 &) ; exit 0")
-        assert [name for name, _ in server.processes()].count("sleep") == 1, "PID 1 has not taken the orphan over"
-        time.sleep(2.2)
-        processes = server.processes()
+        end = time.monotonic() + 30
+        while len(processes := server.processes()) > 3 and time.monotonic() < end:
+            time.sleep(0.05)
         assert len(processes) == 3, processes
         assert "Z" not in [state for _, state in processes], processes
 
-        code, took = server.ended(signal.SIGTERM, 20)
+        code, took = server.ended(signal.SIGTERM, 60)
         assert code == 0, server.log()
-        assert took < 1, f"stopping took {took:.2f} s"
+        assert took < 4, f"stopping took {took:.2f} s"
 
 
 def test_streams_come_to_their_end_on_sigterm_and_the_model_folder_is_left_alone(tmp_path: Path) -> None:
@@ -246,7 +247,7 @@ def test_streams_come_to_their_end_on_sigterm_and_the_model_folder_is_left_alone
         assert server.inside("id", "-u").strip() == "10001"
         server.inside("test", "-w", "/models/tiny")
         assert server.client("-c", STREAMS, str(server.pid)) == "streamed\n"
-        code, _ = server.ended(None, 5)
+        code, _ = server.ended(None, 60)
         assert code == 0, server.log()
     assert snapshot(folder.parent) == before
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +17,8 @@ from pellucid_testing.server import ServerProcess, serve
 
 CONTEXT = 128
 ROUNDS = 12
+DEADLINES = 4
+"""Rounds with a request that runs into its deadline, which takes its time."""
 HELD = 5
 REJECT = inference_pb2.ContextPolicy(overflow=inference_pb2.CONTEXT_OVERFLOW_REJECT)
 FOREVER = {"max_new_tokens": 1_000_000, "ignore_eos": True}
@@ -57,7 +60,7 @@ def cancelled_by_its_client(stub: Stub, seed: int) -> Outcome:
 
 
 def out_of_time(stub: Stub, seed: int) -> Outcome:
-    assert failure(stub.Generate(request("ab", stopping=FOREVER), timeout=0.3)).code == "DEADLINE_EXCEEDED"
+    assert failure(stub.Generate(request("ab", stopping=FOREVER), timeout=2)).code == "DEADLINE_EXCEEDED"
     return "deadline", None
 
 
@@ -109,7 +112,9 @@ def test_every_request_is_counted_once_whatever_becomes_of_it(server: ServerProc
         stub.Generate(request("ab", request_id=f"held{index}", stopping=FOREVER), timeout=120) for index in range(HELD)
     ]
     firsts = [next(call) for call in held]
-    work = [(kind, seed) for seed in range(ROUNDS) for kind in KINDS.values()]
+    work = [
+        (kind, seed) for seed in range(ROUNDS) for name, kind in KINDS.items() if name != "deadline" or seed < DEADLINES
+    ]
     assert len(work) >= 100
     channels = [server.channel() for _ in range(4)]
     with ThreadPoolExecutor(8) as pool:
@@ -119,7 +124,7 @@ def test_every_request_is_counted_once_whatever_becomes_of_it(server: ServerProc
 
     # Those that are held live on; every other one has ended once.
     server.wait_for_metric("pellucid_requests_running", HELD)
-    assert server.metric("pellucid_requests_waiting") == 0
+    server.wait_for_metric("pellucid_requests_waiting", 0)
     finished = account.by("pellucid_requests_finished_total", "reason")
     rejected = account.by("pellucid_request_rejections_total", "reason")
     assert finished == Counter({r: n for r, n in expected.items() if r not in REFUSALS})
@@ -130,15 +135,19 @@ def test_every_request_is_counted_once_whatever_becomes_of_it(server: ServerProc
     for call in held:
         call.cancel()
     server.wait_for_metric("pellucid_requests_running", 0)
+    server.wait_for_metric("pellucid_requests_waiting", 0)
     finished = account.by("pellucid_requests_finished_total", "reason")
     assert finished["client_cancelled"] == ROUNDS + HELD
     assert finished.total() == account.total("pellucid_e2e_request_latency_seconds_count") == accepted
-    codes = account.by("pellucid_requests_total", "grpc_code")
-    assert codes.total() == HELD + len(work) + finished["cancelled"]
+    # A call is counted when its handler is done, which may be after its client has gone.
+    end, calls = time.monotonic() + 30, HELD + len(work) + finished["cancelled"]
+    while (codes := account.by("pellucid_requests_total", "grpc_code")).total() < calls and time.monotonic() < end:
+        time.sleep(0.02)
+    assert codes.total() == calls
     assert codes["CANCELLED"] == ROUNDS + HELD
-    assert codes["DEADLINE_EXCEEDED"] == ROUNDS
-    assert account.total("pellucid_errors_total") == rejected.total() + ROUNDS
-    causes = {"client": 2 * ROUNDS + HELD, "deadline": ROUNDS}
+    assert codes["DEADLINE_EXCEEDED"] == DEADLINES
+    assert account.total("pellucid_errors_total") == rejected.total() + DEADLINES
+    causes = {"client": 2 * ROUNDS + HELD, "deadline": DEADLINES}
     assert account.by("pellucid_request_cancellations_total", "cause") == causes
     assert account.total("pellucid_generated_tokens_total") == account.total("pellucid_request_generated_tokens_sum")
     assert len(firsts) == HELD

@@ -45,7 +45,10 @@ async def test_the_textbook_module_in_sixteen_streams(tmp_path: Path) -> None:
                 crop: dict[str, Any] = {"context": "reencode", "sink_tokens": 0, "hop_tokens": 1}
                 return await client.generate(prompt, temperature=0, max_new_tokens=24, **crop).result()
 
-            answers = await asyncio.gather(*map(run, prompts))
+            with server.engine_stopped():
+                running = [asyncio.create_task(run(prompt)) for prompt in prompts]
+                await asyncio.to_thread(server.wait_for_queue, STREAMS)
+            answers = await asyncio.gather(*running)
         with Client(server.address) as sync:
             assert sync.server_info().batch_invariant
     for prompt, answer in zip(prompts, answers, strict=True):

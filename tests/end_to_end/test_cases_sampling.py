@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import grpc
@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from pellucid.v1 import inference_pb2_grpc
-from pellucid_testing.calls import Answer, collect, failure, generate, request
+from pellucid_testing.calls import collect, failure, generate, request
 from pellucid_testing.known_models import bigram_checkpoint
 from pellucid_testing.server import ServerProcess, serve
 
@@ -120,22 +120,18 @@ PENALISED: dict[str, Any] = {
 SEEDED: dict[str, Any] = {"sampling": {"temperature": 0.8, "seed": 42}, "stopping": {"max_new_tokens": 32}}
 
 
-def begin(channel: grpc.Channel, fields: dict[str, Any], prompt: int = CALM) -> Callable[[], Answer]:
-    """Starts a stream and waits for its first token; the result is what gives the whole answer."""
-    stream = inference_pb2_grpc.InferenceServiceStub(channel).Generate(request([prompt], **fields), timeout=30)
-    first = next(stream)
-    return lambda: collect([first, *stream])
-
-
-def test_settings_stay_with_their_request_as_others_come_and_go(channel: grpc.Channel) -> None:
+def test_settings_stay_with_their_request_as_others_come_and_go(server: ServerProcess, channel: grpc.Channel) -> None:
     """The sampler that was built for the first request governs all that join it, or the one that takes its place."""
     alone = [generate(channel, [CALM], **fields).token_ids for fields in (LONG, HOT, PENALISED)]
     assert len({tuple(tokens[:60]) for tokens in alone}) == 3
+    stub = inference_pb2_grpc.InferenceServiceStub(channel)
     for first, second, third in ((LONG, HOT, PENALISED), (PENALISED, HOT, LONG)):
-        rest = [begin(channel, first), begin(channel, second)]
-        ended = rest[0]()
-        joined = begin(channel, third)
-        found = {id(first): ended, id(second): rest[1](), id(third): joined()}
+        with server.engine_stopped():
+            begun = [stub.Generate(request([CALM], **fields), timeout=60) for fields in (first, second)]
+            server.wait_for_queue(2)
+        ended = collect(begun[0])
+        joined = generate(channel, [CALM], **third)
+        found = {id(first): ended, id(second): collect(begun[1]), id(third): joined}
         assert [found[id(fields)].token_ids for fields in (LONG, HOT, PENALISED)] == alone
 
 
@@ -147,11 +143,14 @@ def test_a_seed_does_not_depend_on_company(server: ServerProcess, channel: grpc.
 
     alone = generate(channel, [CALM], **SEEDED).token_ids
     for seed in ({}, {"seed": 3}):
-        beside: dict[str, Any] = {"sampling": {"temperature": 1.5, **seed}, "stopping": {"max_new_tokens": 480}}
+        beside: dict[str, Any] = {"sampling": {"temperature": 1.5, **seed}, "stopping": {"max_new_tokens": 80}}
         count, rows = steps()
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
-        others = [stub.Generate(request([CALM + i], **beside), timeout=30) for i in range(7)]
-        assert begin(channel, SEEDED)().token_ids == alone
-        assert [len(collect(other).token_ids) for other in others] == [480] * 7
+        with server.engine_stopped():
+            others = [stub.Generate(request([CALM + i], **beside), timeout=60) for i in range(7)]
+            seeded = stub.Generate(request([CALM], **SEEDED), timeout=60)
+            server.wait_for_queue(8)
+        assert collect(seeded).token_ids == alone
+        assert [len(collect(other).token_ids) for other in others] == [80] * 7
         count, rows = (now - before for now, before in zip(steps(), (count, rows), strict=True))
-        assert rows > 2 * count, "they hardly ran together"
+        assert rows > 4 * count, "they hardly ran together"

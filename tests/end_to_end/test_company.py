@@ -51,7 +51,10 @@ async def test_streams_in_a_crowd_equal_lone_runs(server: ServerProcess) -> None
         alone = [await run(index) for index in range(STREAMS)]
         steps = server.metric("pellucid_step_batch_size_count")
         sizes = server.metric("pellucid_step_batch_size_sum")
-        crowd = await asyncio.gather(*(run(index) for index in range(STREAMS)))
+        with server.engine_stopped():
+            running = [asyncio.create_task(run(index)) for index in range(STREAMS)]
+            await asyncio.to_thread(server.wait_for_queue, STREAMS)
+        crowd = await asyncio.gather(*running)
     for one, other in zip(alone, crowd, strict=True):
         assert one.token_ids == other.token_ids
         assert one.text == other.text

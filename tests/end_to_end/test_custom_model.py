@@ -70,7 +70,10 @@ async def test_sixteen_streams_equal_their_lone_runs(tmp_path: Path) -> None:
                 return await client.generate(prompt, max_new_tokens=20 + 9 * index, **settings).result()
 
             alone = [await run(index) for index in range(STREAMS)]
-            crowd = await asyncio.gather(*(run(index) for index in range(STREAMS)))
+            with server.engine_stopped():
+                running = [asyncio.create_task(run(index)) for index in range(STREAMS)]
+                await asyncio.to_thread(server.wait_for_queue, STREAMS)
+            crowd = await asyncio.gather(*running)
         assert [one.token_ids for one in alone] == [other.token_ids for other in crowd]
         assert len({one.token_ids for one in alone}) == STREAMS
         assert {one.prompt.context for one in alone} == {"reencode"}

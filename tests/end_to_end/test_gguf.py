@@ -105,7 +105,7 @@ def test_a_file_that_cannot_be_served(tmp_path: Path, damage: Any, says: str) ->
     write(path, TOKENIZER)
     path.write_bytes(damage(path.read_bytes()))
     server = start_server(path)
-    code = server.process.wait(30)
+    code = server.process.wait(100)
     server.close()
     assert code == 1
     line = server.other_lines[-1]
@@ -119,7 +119,7 @@ def test_a_tokenizer_larger_than_the_embedding_is_refused(tmp_path: Path) -> Non
     kinds = [*TOKENIZER["token_type"], *[1] * 9]
     write(path, TOKENIZER | {"tokens": [*TOKENIZER["tokens"], *more], "token_type": kinds})
     server = start_server(path)
-    code = server.process.wait(30)
+    code = server.process.wait(100)
     server.close()
     assert code == 1
     assert f"its tokenizer has {VOCABULARY + 9} tokens, but the model only {VOCABULARY}" in server.other_lines[-1]

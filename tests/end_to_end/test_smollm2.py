@@ -66,10 +66,11 @@ def theirs(path: Path) -> tuple[Any, Any]:
 
 def test_greedy_text_equals_transformers(server: ServerProcess, theirs: tuple[Any, Any]) -> None:
     model, tokenizer = theirs
+    prompts = PROMPTS[::2]
     with Client(server.address) as client:
-        streams = [client.generate(prompt, temperature=0, max_new_tokens=NEW_TOKENS) for prompt in PROMPTS]
+        streams = [client.generate(prompt, temperature=0, max_new_tokens=NEW_TOKENS) for prompt in prompts]
         answers = [stream.result() for stream in streams]
-    for prompt, answer in zip(PROMPTS, answers, strict=True):
+    for prompt, answer in zip(prompts, answers, strict=True):
         prompt_ids, new = tokenizer.encode(prompt).ids, list(answer.token_ids)
         with torch.no_grad():
             logits = model(torch.tensor([prompt_ids + new])).logits[0]

@@ -54,7 +54,7 @@ def run(*command: str | Path, threads: int, callers: int, seconds: float) -> Non
     ("threads", "callers"), [(max(2, PROCESSORS), 1), (8 * PROCESSORS, 2)], ids=["processors", "many more"]
 )
 def test_every_unit_is_done_once_and_in_its_round(team: Path, threads: int, callers: int) -> None:
-    run(team, threads=threads, callers=callers, seconds=1.0)
+    run(team, threads=threads, callers=callers, seconds=0.5)
 
 
 def test_a_team_does_with_the_threads_that_it_gets(team: Path) -> None:
@@ -66,4 +66,4 @@ def test_what_units_write_is_handed_on_in_order(tmp_path: Path) -> None:
     team = compiled(tmp_path, "-fsanitize=thread", "-O1")
     if subprocess.run([team, "1", "0", "0", "0"], capture_output=True).returncode != 0:
         pytest.skip("the thread sanitizer does not run here")
-    run(team, threads=6, callers=2, seconds=1.2)
+    run(team, threads=6, callers=2, seconds=0.8)

@@ -58,6 +58,7 @@ def test_every_tensor_counts_in_every_family(tmp_path: Path, stored: dict[str, P
         missing = message.split("tensors are missing: ")[1].split(" or ")
         assert name in missing
         assert len(missing) == 1 or model_type in ("gpt_neox", "falcon")
+    for name in names[::3]:
         longer = torch.cat((tensors[name], tensors[name][:1]))
         assert f"{name} has shape [" in refused(copied(stored[model_type], tmp_path, {name: longer}), CheckpointError)
     broken = tensors[names[-1]].clone()

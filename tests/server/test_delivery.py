@@ -210,7 +210,7 @@ async def test_final_only_waits_for_the_end() -> None:
 
 async def test_what_a_message_cannot_hold_goes_into_several() -> None:
     """A reader that stops for a while gets all that has gathered in one message, which is too large to be sent."""
-    outbox = Outbox(DeliveryRules(min_tokens=200), Patience(seconds=5, bytes=2 * FULL_BYTES))
+    outbox = Outbox(DeliveryRules(min_tokens=200), Patience(seconds=500, bytes=2 * FULL_BYTES))
     entry = TokenLogprob(1, -1.0, 1, ((1, -1.0, 1),) * 999)
     to_full = -(-FULL_BYTES // (1000 * LOGPROB_BYTES + TOKEN_BYTES))
     outbox.add([0], "")
@@ -219,8 +219,8 @@ async def test_what_a_message_cannot_hold_goes_into_several() -> None:
         outbox.add([place], "", index=place % 2, logprobs=[entry])
     outbox.add((), "rest", index=0)
     outbox.end(0, End("eos", 0.0), to_full)
-    assert not outbox.is_stalled(time.monotonic() + 4)
-    assert outbox.is_stalled(time.monotonic() + 6)
+    assert not outbox.is_stalled(time.monotonic() + 400)
+    assert outbox.is_stalled(time.monotonic() + 600)
     seen: list[int] = []
     for count, more in ((to_full, True), (to_full, True), (1, False)):
         assert is_due(outbox)
@@ -275,8 +275,8 @@ async def test_waiting_wakes_up() -> None:
 
 
 async def test_a_stall_needs_both_time_and_bytes() -> None:
-    outbox = Outbox(DeliveryRules(), Patience(seconds=5.0, bytes=100))
-    late = time.monotonic() + 6
+    outbox = Outbox(DeliveryRules(), Patience(seconds=500.0, bytes=100))
+    late = time.monotonic() + 600
     outbox.add([1], "a")
     outbox.take()
     outbox.add([2], "x" * 50)
@@ -323,8 +323,8 @@ async def test_nothing_goes_while_the_first_message_is_held() -> None:
 
 async def test_logprobs_are_content_and_count_for_a_slow_reader() -> None:
     scored = TokenLogprob(1, -0.5, 1, ((1, -0.5, 1), (2, -0.75, 2)))
-    outbox = Outbox(DeliveryRules(with_token_ids=False, with_text=False), Patience(seconds=5.0, bytes=200))
-    late = time.monotonic() + 6
+    outbox = Outbox(DeliveryRules(with_token_ids=False, with_text=False), Patience(seconds=500.0, bytes=200))
+    late = time.monotonic() + 600
     outbox.add([1], "a", logprobs=[scored])
     outbox.take()
     outbox.add([1], "a", logprobs=[scored])

@@ -41,6 +41,9 @@ CONFIGURE = Configure(
     log_level="info",
     log_format="json",
 )
+TIMEOUT_SECONDS = 1.2
+"""Until an engine counts as hung: more than a busy machine may make it wait."""
+TIMEOUT = ("--engine-timeout-seconds", str(TIMEOUT_SECONDS))
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRS"
 
 
@@ -73,12 +76,14 @@ def health_status(server: ServerProcess, name: str = "") -> int:
 
 
 def test_streams_survive_the_engine(folder: Path, tmp_path: Path) -> None:
-    with scripted(folder, tmp_path, step_seconds=0.005, die_after_steps=[10, 7]) as server:
-        calls = [stub(server).Generate(request(stopping={"max_new_tokens": 20 + i}), timeout=20) for i in range(4)]
+    with scripted(folder, tmp_path, die_after_steps=[10, 7]) as server:
+        with server.engine_stopped():
+            calls = [stub(server).Generate(request(stopping={"max_new_tokens": 20 + i}), timeout=60) for i in range(4)]
+            server.wait_for_queue(4)
         for index, call in enumerate(calls):
             answer = collect(call)
             assert answer.token_ids == expected(20 + index)
-            assert 1 <= answer.timings.engine_recovery_count <= 2
+            assert answer.timings.engine_recovery_count == 2
         assert server.metric("pellucid_engine_restarts_total", reason="signal") == 2
         assert server.metric("pellucid_streams_recovered_total") >= 4
         assert server.metric("pellucid_generated_tokens_total") == sum(20 + i for i in range(4))
@@ -106,34 +111,39 @@ def test_a_request_that_engines_keep_dying_on_is_given_up(folder: Path, tmp_path
 
 
 def test_while_the_engine_is_away(folder: Path, tmp_path: Path) -> None:
-    with scripted(folder, tmp_path, start_seconds=0.7) as server:
+    with scripted(folder, tmp_path, hang_after_steps=[-1, 0]) as server:
         assert health_status(server) == health_pb2.HealthCheckResponse.SERVING
         os.kill(server.engine_pid(), signal.SIGKILL)
         server.event("the engine is down and will be restarted")
+        engine = server.engine_that_stopped()
         found = failure(stub(server).Generate(request(), timeout=20))
         assert (found.code, found.reason, found.retry_after) == ("UNAVAILABLE", "ENGINE_DOWN", 1.0)
         for name in ("", "pellucid.v1.InferenceService", "pellucid.v1.ServerService"):
             assert health_status(server, name) == health_pb2.HealthCheckResponse.NOT_SERVING
         assert health_status(server, "liveness") == health_pb2.HealthCheckResponse.SERVING
         assert server.metric("pellucid_server_ready") == server.metric("pellucid_engine_up") == 0
+        os.kill(engine, signal.SIGCONT)
         server.wait_for_metric("pellucid_server_ready", 1)
         assert health_status(server) == health_pb2.HealthCheckResponse.SERVING
         assert generate(server.channel(), stopping={"max_new_tokens": 3}).reason == "max_new_tokens"
 
 
 def test_cancel_and_deadline_while_the_engine_is_away(folder: Path, tmp_path: Path) -> None:
-    with scripted(folder, tmp_path, step_seconds=0.01, start_seconds=0.5, die_after_steps=[3]) as server:
-        service = stub(server)
-        cancelled = service.Generate(request(request_id="a", stopping={"max_new_tokens": 99}), timeout=20)
-        limited = service.Generate(request(stopping={"max_new_tokens": 99, "time_limit": {"nanos": 200_000_000}}))
-        late = service.Generate(request(stopping={"max_new_tokens": 99}), timeout=0.3)
-        server.event("the engine is down and will be restarted")
+    with scripted(folder, tmp_path, die_after_steps=[3], hang_after_steps=[-1, 0]) as server:
+        service, ninety_nine = stub(server), {"max_new_tokens": 99}
+        with server.engine_stopped():
+            cancelled = service.Generate(request(request_id="a", stopping=ninety_nine), timeout=60)
+            limited = service.Generate(request(stopping={**ninety_nine, "time_limit": {"seconds": 2}}), timeout=60)
+            late = service.Generate(request(stopping=ninety_nine), timeout=2.5)
+            server.wait_for_queue(3)
+        engine = server.engine_that_stopped()
         result = service.Cancel(inference_pb2.CancelRequest(request_id="a")).result
         assert result == inference_pb2.CANCEL_RESULT_CANCELLED
         assert collect(cancelled).reason == "cancelled"
         assert collect(limited).reason == "time_limit"
         assert failure(late).code == "DEADLINE_EXCEEDED"
         server.wait_for_metric("pellucid_requests_waiting", 0)
+        os.kill(engine, signal.SIGCONT)
 
 
 def test_logits_that_are_not_finite(folder: Path, tmp_path: Path) -> None:
@@ -147,14 +157,14 @@ def test_logits_that_are_not_finite(folder: Path, tmp_path: Path) -> None:
 def test_an_engine_that_refuses_to_start_ends_the_server_with_its_reason(folder: Path, tmp_path: Path) -> None:
     script = Script(lives=str(tmp_path / "lives"), start_failed="weights.7 is missing; convert the checkpoint again")
     server = start_server(folder, program=script.program())
-    assert server.process.wait(20) == 1
+    assert server.process.wait(100) == 1
     server.close()
     assert server.other_lines == ["weights.7 is missing; convert the checkpoint again"]
 
 
 def test_an_engine_that_dies_while_loading_ends_the_server(folder: Path, tmp_path: Path) -> None:
     server = start_server(folder, program=Script(lives=str(tmp_path / "lives"), exit_at_start=True).program())
-    assert server.process.wait(20) == 1
+    assert server.process.wait(100) == 1
     server.close()
     assert server.other_lines == [
         "the engine process ended while it was loading the model (exit 3); its log above may say why"
@@ -162,13 +172,9 @@ def test_an_engine_that_dies_while_loading_ends_the_server(folder: Path, tmp_pat
 
 
 def test_a_failed_restart_is_tried_again(folder: Path, tmp_path: Path) -> None:
-    with scripted(folder, tmp_path, start_seconds=0.3) as server:
-        first = server.engine_pid()
-        os.kill(first, signal.SIGKILL)
-        server.event("the engine is down and will be restarted")
-        while not (children := _children(server.process.pid)) or children == [first]:
-            time.sleep(0.01)
-        os.kill(children[0], signal.SIGKILL)
+    with scripted(folder, tmp_path, hang_after_steps=[-1, 0]) as server:
+        os.kill(server.engine_pid(), signal.SIGKILL)
+        os.kill(server.engine_that_stopped(), signal.SIGKILL)
         server.event("the engine is down and will be restarted", count=2)
         server.wait_for_metric("pellucid_engine_up", 1)
         assert server.metric("pellucid_engine_restarts_total") == 2
@@ -179,14 +185,10 @@ def test_no_orphans(folder: Path, tmp_path: Path, number: signal.Signals) -> Non
     with scripted(folder, tmp_path) as server:
         engine = server.engine_pid()
         server.stop(number)
-        end = time.monotonic() + 5
+        end = time.monotonic() + 30
         while _is_alive(engine):
             assert time.monotonic() < end
             time.sleep(0.01)
-
-
-def _children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def _is_alive(pid: int) -> bool:
@@ -197,33 +199,35 @@ def _is_alive(pid: int) -> bool:
 
 
 def test_an_engine_that_hangs_is_replaced_and_streams_go_on(folder: Path, tmp_path: Path) -> None:
-    timeout = ("--engine-timeout-seconds", "0.5")
-    with scripted(folder, tmp_path, *timeout, step_seconds=0.005, hang_after_steps=[10, 7]) as server:
-        calls = [stub(server).Generate(request(stopping={"max_new_tokens": 20 + i}), timeout=20) for i in range(3)]
+    with scripted(folder, tmp_path, *TIMEOUT, hang_after_steps=[10]) as server:
+        with server.engine_stopped():
+            calls = [stub(server).Generate(request(stopping={"max_new_tokens": 20 + i}), timeout=60) for i in range(3)]
+            server.wait_for_metric("pellucid_requests_waiting", 3)
         for index, call in enumerate(calls):
             answer = collect(call)
             assert answer.token_ids == expected(20 + index)
-            assert answer.timings.engine_recovery_count in (1, 2)
+            assert answer.timings.engine_recovery_count == 1
         assert server.event("the engine is down and will be restarted")["cause"].startswith("hung for ")
-        assert server.metric("pellucid_engine_restarts_total", reason="hung") == 2
-        assert server.metric("pellucid_engine_restarts_total") == 2
+        assert server.metric("pellucid_engine_restarts_total", reason="hung") == 1
+        assert server.metric("pellucid_engine_restarts_total") == 1
         assert server.metric("pellucid_requests_finished_total", reason="max_new_tokens") == 3
         # An idle engine answers pings, so that silence means the same there.
-        time.sleep(1.2)
-        assert server.metric("pellucid_engine_restarts_total") == 2
+        time.sleep(1.3 * TIMEOUT_SECONDS)
+        assert server.metric("pellucid_engine_restarts_total") == 1
         os.kill(server.engine_pid(), signal.SIGSTOP)
-        server.wait_for_metric("pellucid_engine_restarts_total", 3)
+        server.wait_for_metric("pellucid_engine_restarts_total", 2)
         server.wait_for_metric("pellucid_engine_up", 1)
 
 
 async def test_an_engine_that_hangs_while_loading_has_a_limit_too(tmp_path: Path) -> None:
     script = Script(lives=str(tmp_path / "lives"), hang_after_steps=[-1, 0])
-    link, events = script_link(script, start_timeout=3.0)
+    link, events = script_link(script, start_timeout=60.0)
     running = asyncio.create_task(link.run(CONFIGURE))
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         await events.ups.get()
+        # The second life hangs before it is ready. The third one has time to come up.
+        events.start_timeouts = [0.5, 60.0]
         link.kill()
-        # The second life hangs before it is ready, the third one comes up.
         await events.ups.get()
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -269,6 +273,9 @@ class Events:
     def __init__(self) -> None:
         self.ups: asyncio.Queue[Ready] = asyncio.Queue()
         self.restarts: list[str] = []
+        self.start_timeouts: list[float] = []
+        """Of the engines to come."""
+        self.link: EngineLink | None = None
 
     def engine_up(self, ready: Ready) -> None:
         self.ups.put_nowait(ready)
@@ -279,34 +286,36 @@ class Events:
 
     def engine_restarting(self, reason: str) -> None:
         self.restarts.append(reason)
+        if self.start_timeouts and self.link is not None:
+            self.link._start_timeout = self.start_timeouts.pop(0)
 
 
 def script_link(script: Script, start_timeout: float, events: Events | None = None) -> tuple[EngineLink, Events]:
     events = events or Events()
     command = (sys.executable, scripted_engine.__file__, json.dumps(asdict(script)))
-    return EngineLink(events, command, timeout=60.0, start_timeout=start_timeout), events
+    events.link = EngineLink(events, command, timeout=60.0, start_timeout=start_timeout)
+    return events.link, events
 
 
 def test_steps_as_slow_as_the_warm_up_promised_are_no_hang(folder: Path, tmp_path: Path) -> None:
-    with scripted(folder, tmp_path, "--engine-timeout-seconds", "0.2", warm_up_seconds=0.2) as server:
+    """The first step takes 1.5 s."""
+    with scripted(folder, tmp_path, "--engine-timeout-seconds", "0.2", warm_up_seconds=0.3) as server:
         assert generate(server.channel(), stopping={"max_new_tokens": 3}).timings.engine_recovery_count == 0
         assert server.metric("pellucid_engine_restarts_total") == 0
 
 
 def test_without_a_timeout_nothing_counts_as_a_hang(folder: Path, tmp_path: Path) -> None:
     with scripted(folder, tmp_path, "--engine-timeout-seconds", "0") as server:
-        engine = server.engine_pid()
-        os.kill(engine, signal.SIGSTOP)
-        call = stub(server).Generate(request(stopping={"max_new_tokens": 3}), timeout=20)
-        time.sleep(1)
-        os.kill(engine, signal.SIGCONT)
+        with server.engine_stopped():
+            call = stub(server).Generate(request(stopping={"max_new_tokens": 3}), timeout=60)
+            time.sleep(0.6)
         assert collect(call).timings.engine_recovery_count == 0
 
 
 def test_a_frontend_that_stood_still_blames_nobody(folder: Path, tmp_path: Path) -> None:
-    with scripted(folder, tmp_path, "--engine-timeout-seconds", "0.5") as server:
+    with scripted(folder, tmp_path, *TIMEOUT) as server:
         server.process.send_signal(signal.SIGSTOP)
-        time.sleep(1.5)
+        time.sleep(1.5 * TIMEOUT_SECONDS)
         server.process.send_signal(signal.SIGCONT)
         assert generate(server.channel(), stopping={"max_new_tokens": 3}).token_ids == expected(3)
         assert server.metric("pellucid_engine_restarts_total") == 0

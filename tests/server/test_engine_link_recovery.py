@@ -26,7 +26,7 @@ TOKENS = 180
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     folder = tiny_checkpoint(tmp_path_factory.mktemp("checkpoints") / "tiny", tiny_config(context_length=CONTEXT))
     cache = ("--kv-block-size", "4", "--kv-cache-memory", str(BLOCKS * BYTES_PER_BLOCK))
-    with serve(folder, "--dtype", "float32", "--threads", "1", "--engine-timeout-seconds", "1.5", *cache) as running:
+    with serve(folder, "--dtype", "float32", "--threads", "1", "--engine-timeout-seconds", "2", *cache) as running:
         yield running
 
 
@@ -46,8 +46,31 @@ def options(index: int) -> dict[str, Any]:
 
 
 def start_crowd(server: ServerProcess) -> list[Any]:
+    """Streams that begin together."""
     stub = inference_pb2_grpc.InferenceServiceStub(server.channel())
-    return [stub.Generate(request("ab" * (i + 1), **options(i)), timeout=60) for i in range(STREAMS)]
+    with server.engine_stopped():
+        calls = [stub.Generate(request("ab" * (i + 1), **options(i)), timeout=60) for i in range(STREAMS)]
+        server.wait_for_queue(STREAMS)
+    return calls
+
+
+def interrupted_crowd(server: ServerProcess, expected: list[Answer], number: signal.Signals) -> None:
+    """Sends the engine a signal in the middle of a crowd, whose every stream must go on as if nothing had happened.
+
+    They last for a tenth of a second. Where this process was kept waiting for so long, some have ended: once more.
+    """
+    for _ in range(5):
+        restarts = server.metric("pellucid_engine_restarts_total")
+        calls = start_crowd(server)
+        first = next(calls[0])
+        os.kill(server.engine_pid(), number)
+        answers = [collect([first, *calls[0]]), *(collect(call) for call in calls[1:])]
+        assert same(answers, expected)
+        server.wait_for_metric("pellucid_engine_restarts_total", restarts + 1)
+        server.wait_for_metric("pellucid_engine_up", 1)
+        if [answer.timings.engine_recovery_count for answer in answers] == [1] * STREAMS:
+            return
+    raise AssertionError("the signal never came in the middle of all streams")
 
 
 def same(answers: list[Answer], others: list[Answer]) -> bool:
@@ -65,25 +88,16 @@ def test_streams_that_share_too_few_blocks_give_way_and_come_back(
 
 
 def test_streams_go_on_after_the_engine_was_killed(server: ServerProcess, expected: list[Answer]) -> None:
-    calls = start_crowd(server)
-    first = next(calls[0])
-    os.kill(server.engine_pid(), signal.SIGKILL)
-    answers = [collect([first, *calls[0]]), *(collect(call) for call in calls[1:])]
-    assert same(answers, expected)
-    assert [answer.timings.engine_recovery_count for answer in answers] == [1] * STREAMS
-    assert server.metric("pellucid_streams_recovered_total") == STREAMS
+    recovered = server.metric("pellucid_streams_recovered_total")
+    interrupted_crowd(server, expected, signal.SIGKILL)
+    assert server.metric("pellucid_streams_recovered_total") >= recovered + STREAMS
     server.wait_for_metric("pellucid_kv_cache_blocks", 0, state="used")
 
 
 def test_streams_go_on_after_the_engine_hung(server: ServerProcess, expected: list[Answer]) -> None:
     """Stopped in the middle of its work, the engine holds its socket and says nothing more."""
-    calls = start_crowd(server)
-    first = next(calls[0])
-    os.kill(server.engine_pid(), signal.SIGSTOP)
-    answers = [collect([first, *calls[0]]), *(collect(call) for call in calls[1:])]
-    assert same(answers, expected)
-    assert [answer.timings.engine_recovery_count for answer in answers] == [1] * STREAMS
-    assert server.metric("pellucid_engine_restarts_total", reason="hung") == 1
+    interrupted_crowd(server, expected, signal.SIGSTOP)
+    assert server.metric("pellucid_engine_restarts_total", reason="hung") >= 1
     server.wait_for_metric("pellucid_kv_cache_blocks", 0, state="used")
 
 
@@ -92,9 +106,7 @@ def test_counters_of_the_engine_outlive_it(server: ServerProcess) -> None:
     names = ("pellucid_prefill_tokens_total", "pellucid_preemptions_total", "pellucid_generated_tokens_total")
     before = [server.metric(name) for name in names]
     assert all(before)
-    os.kill(server.engine_pid(), signal.SIGKILL)
-    server.wait_for_metric("pellucid_engine_up", 0)
-    server.wait_for_metric("pellucid_engine_up", 1)
+    server.restart_engine()
     assert [server.metric(name) for name in names] == before
     generate(server.channel(), "abc", stopping={"max_new_tokens": 2, "ignore_eos": True})
     assert server.metric("pellucid_prefill_tokens_total") == before[0] + 4

@@ -16,7 +16,10 @@ from typing import Any
 import pytest
 from msgspec import structs
 
+from pellucid_model.errors import ModelError
+from pellucid_server.engine import engine as engine_module
 from pellucid_server.engine.framing import LENGTH, frame
+from pellucid_server.engine.loading import load
 from pellucid_server.engine.messages import (
     Abort,
     Constraint,
@@ -31,6 +34,8 @@ from pellucid_server.engine.messages import (
 from pellucid_testing.checkpoints import tiny_checkpoint, tiny_config
 from pellucid_testing.custom_model import EXAMPLE, custom_checkpoint
 from pellucid_testing.stepping import Stepper, configure, submission
+
+LONG = 32_768
 
 
 class Engine:
@@ -91,6 +96,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_checkpoint(tmp_path_factory.mktemp("tiny"), tiny_config(context_length=4096))
 
 
+@pytest.fixture(scope="module")
+def long_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Has room for requests that last for seconds."""
+    return tiny_checkpoint(tmp_path_factory.mktemp("long"), tiny_config(context_length=LONG))
+
+
 def test_a_life_from_ready_to_the_end_of_its_frontend(checkpoint: Path) -> None:
     requests = [submission(key, list(range(4, 9 + key)), 10 + key) for key in range(6)]
     stepper = Stepper.of(checkpoint)
@@ -118,7 +129,7 @@ def test_a_life_from_ready_to_the_end_of_its_frontend(checkpoint: Path) -> None:
         one.send(submission(9, [5], 3))
         assert len(one.collect({9})[0][9]) == 3
         one.connection.close()
-        assert one.process.wait(timeout=20) == 0
+        assert one.process.wait(timeout=60) == 0
 
 
 def test_several_sequences_with_log_probabilities(checkpoint: Path) -> None:
@@ -171,19 +182,18 @@ def test_constraints_are_prepared_beside_the_steps(checkpoint: Path) -> None:
         assert len(one.collect({5})[0][5]) == 3
 
 
-def test_abort_takes_effect_within_a_step_in_every_state(checkpoint: Path) -> None:
-    with engine(checkpoint, max_running=2, max_step_tokens=16) as one:
+def test_abort_takes_effect_within_a_step_in_every_state(long_checkpoint: Path) -> None:
+    with engine(long_checkpoint, max_running=2, max_step_tokens=16) as one:
         assert isinstance(one.receive(), Ready)
-        one.send(submission(1, [5] * 3, 4000), submission(2, [6] * 2000, 5), submission(3, [7], 5))
+        one.send(submission(1, [5] * 3, LONG - 3), submission(2, [6] * (LONG - 9), 5), submission(3, [7], 5))
         while True:  # until 1 decodes, 2 is in mid prefill and 3 waits
             step = one.receive()
             assert isinstance(step, StepDone)
             if step.stats.waiting == 1 and step.stats.running == 2 and step.stats.step_phase == "mixed":
                 break
         one.send(Abort(3), Abort(2), Abort(77))
-        aborted_at = time.monotonic()
         while (step := one.receive()) and isinstance(step, StepDone) and step.stats.running > 1:
-            assert time.monotonic() - aborted_at < 10
+            assert not any(progress.finished for progress in step.progress)
         assert isinstance(step, StepDone)
         assert step.stats.waiting == 0
         one.send(Abort(1))
@@ -193,22 +203,25 @@ def test_abort_takes_effect_within_a_step_in_every_state(checkpoint: Path) -> No
         assert (step.stats.used_blocks, step.stats.step_phase) == (0, "idle")
 
 
-def test_deadlines_and_time_limits(checkpoint: Path) -> None:
-    with engine(checkpoint, max_running=1) as one:
+def test_deadlines_and_time_limits(long_checkpoint: Path) -> None:
+    with engine(long_checkpoint, max_running=1) as one:
         assert isinstance(one.receive(), Ready)
-        now = time.monotonic()
-        one.send(
-            submission(1, [5], 4000, time_limit_at=now + 0.3),
-            submission(2, [6], 10, deadline=now + 0.1),
-            submission(3, [6], 10, deadline=now - 1),
-        )
-        tokens, steps = one.collect({1, 2, 3})
-        ends = {p.key: (p.finished.kind, step.at[-1]) for step in steps for p in step.progress if p.finished}
-        assert {key: kind for key, (kind, _) in ends.items()} == {1: "time_limit", 2: "deadline", 3: "deadline"}
-        assert tokens[1]
-        assert not tokens[2]
-        assert not tokens[3]
-        assert ends[2][1] >= now + 0.1
+        for key, seconds in ((1, 0.3), (11, 3.0), (21, 30.0)):
+            now = time.monotonic()
+            one.send(
+                submission(key, [5], LONG - 1, time_limit_at=now + seconds),
+                submission(key + 1, [6], 10, deadline=now + seconds / 3),
+                submission(key + 2, [6], 10, deadline=now - 1),
+            )
+            tokens, steps = one.collect({key, key + 1, key + 2})
+            if tokens[key]:
+                break  # else this machine was busy with something else for all that time
+        ends = {p.key - key: (p.finished.kind, step.at[-1]) for step in steps for p in step.progress if p.finished}
+        assert {place: kind for place, (kind, _) in ends.items()} == {0: "time_limit", 1: "deadline", 2: "deadline"}
+        assert tokens[key]
+        assert not tokens[key + 1]
+        assert not tokens[key + 2]
+        assert ends[1][1] >= now + seconds / 3
 
 
 @pytest.mark.parametrize(
@@ -225,12 +238,19 @@ def test_deadlines_and_time_limits(checkpoint: Path) -> None:
     ],
 )
 def test_what_cannot_start_says_why_in_one_line(checkpoint: Path, changes: dict[str, Any], says: str) -> None:
-    with engine(**({"checkpoint": checkpoint} | changes)) as one:
+    settings = configure(**({"checkpoint": checkpoint} | changes))
+    with pytest.raises((ModelError, ValueError)) as caught:
+        engine_module.Engine(load(settings), settings)
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_cannot_start_is_told_and_ends_the_process(checkpoint: Path) -> None:
+    with engine(checkpoint, kv_block_size=12) as one:
         answer = one.receive()
         assert isinstance(answer, StartFailed)
-        assert says in answer.message
-        assert "\n" not in answer.message
-        assert one.process.wait(timeout=20) == 1
+        assert answer.message.startswith("--kv-block-size 12: must be a power of two")
+        assert one.process.wait(timeout=60) == 1
 
 
 @pytest.mark.parametrize("error", ["RuntimeError('no\\nevaluation')", "SystemExit('no evaluation')"])
@@ -247,7 +267,7 @@ def test_whatever_fails_while_a_model_is_loaded_is_told(tmp_path: Path, error: s
         assert isinstance(answer, StartFailed)
         expected = f"the model cannot be loaded: {error.partition('(')[0]}: no evaluation; the log has the traceback"
         assert answer.message == expected
-        assert one.process.wait(timeout=20) == 1
+        assert one.process.wait(timeout=60) == 1
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="asks Linux for parents")
@@ -269,7 +289,7 @@ time.sleep(60)
         assert parent.stdout is not None
         child = int(parent.stdout.readline())
         parent.kill()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 30
     while _alive(child):
         assert time.monotonic() < deadline, "the engine outlived its frontend"
         time.sleep(0.02)

@@ -27,6 +27,7 @@ from pellucid_testing.server import ServerProcess, serve
 from pellucid_testing.stats import stats
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "metrics.md"
+CONTEXT = 4096
 READY = ready(Script(lives="", kv_block_size=4, kv_block_count=16))
 
 
@@ -35,7 +36,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     folder = tmp_path_factory.mktemp("scripted")
     (folder / "config.json").write_text(json.dumps({}))
     CharacterTokenizer.train(["abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRS"]).save(folder)
-    script = Script(lives=str(folder / "lives"), step_seconds=0.002)
+    size: dict[str, Any] = {"context_length": CONTEXT, "kv_block_count": CONTEXT}
+    script = Script(lives=str(folder / "lives"), step_seconds=0.002, **size)
     with serve(folder, "--context-overflow", "reject", program=script.program()) as running:
         yield running
 
@@ -173,11 +175,11 @@ def test_every_call_is_counted_once(server: ServerProcess) -> None:
             case 3:
                 failure(stub.Generate(request(sampling={"top_p": 0.0})))
             case 4:
-                failure(stub.Generate(request("a" * 500)))
+                failure(stub.Generate(request("a" * 2 * CONTEXT)))
             case 5:
                 failure(stub.Generate(request(model="nobody")))
             case 6:
-                call = stub.Generate(request(stopping={"max_new_tokens": 100}))
+                call = stub.Generate(request(stopping={"max_new_tokens": CONTEXT}))
                 tokens_seen = len(next(call).outputs[0].token_ids)
                 assert tokens_seen >= 1
                 call.cancel()

@@ -116,7 +116,7 @@ def test_a_crowd_has_the_tokens_of_single_steps(steppers: dict[str, Stepper], na
     longest = 0
 
     @given(data=st.data())
-    @settings(max_examples=40, deadline=None)
+    @settings(max_examples=30, deadline=None)
     def compare(data: st.DataObject) -> None:
         nonlocal longest
         requests = data.draw(crowds(windows, block))

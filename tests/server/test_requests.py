@@ -107,13 +107,13 @@ async def test_every_end_in_every_state(state: str, event: str, reason: str) -> 
     assert bench.table.running_count == bench.table.waiting_count == 0
     assert not bench.table.cancel("r")
     bench.table.release(request)
-    await asyncio.wait_for(bench.table.wait_until_released(), 1)
+    await asyncio.wait_for(bench.table.wait_until_released(), 30)
 
 
 async def test_an_abandoned_request_past_its_deadline_counts_as_deadline() -> None:
     bench = Bench()
-    request = bench.start(deadline=time.monotonic() + 0.05)
-    await asyncio.sleep(0.051)
+    request = bench.start(deadline=time.monotonic() + 100)
+    request.deadline = time.monotonic()
     bench.table.abandon(request)
     assert bench.finished() == {"deadline": 1}
     assert nonzero(bench.metrics.cancellations) == {"deadline": 1}

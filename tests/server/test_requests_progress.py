@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import get_args
 
 import pytest
@@ -102,8 +103,11 @@ async def test_errors_of_the_engine_become_errors_of_the_call() -> None:
     assert bench.sample("pellucid_non_finite_logits_total") == 1
 
 
-async def test_a_reader_that_does_not_read_ends_its_request_alone() -> None:
-    bench = Bench(patience=Patience(seconds=0.02, bytes=40))
+async def test_a_reader_that_does_not_read_ends_its_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr("pellucid_server.progress.time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr("pellucid_server.delivery.time", SimpleNamespace(monotonic=lambda: now))
+    bench = Bench(patience=Patience(seconds=2, bytes=40))
     slow, fast = bench.start("slow"), bench.start("fast")
     bench.token(slow, "a")
     writer = asyncio.create_task(take_and_never_write(slow))
@@ -112,7 +116,7 @@ async def test_a_reader_that_does_not_read_ends_its_request_alone() -> None:
         bench.token(slow, "a")
         bench.token(fast, "a")
     assert slow.end is None
-    await asyncio.sleep(0.03)
+    now += 3
     bench.token(slow, "a")
     bench.token(fast, "a")
     assert isinstance(slow.end and slow.end.error, errors.SlowConsumer)
@@ -307,7 +311,7 @@ async def test_the_first_message_waits_for_the_prompts_logprobs_and_they_are_ask
     assert not waiting.done()
     found = [TokenLogprob(1, None, 0), TokenLogprob(2, -1.0, 1), TokenLogprob(3, -2.0, 4)]
     bench.step(Progress(request.sequences[0].key, [6], None, 1.0, 0, [scored], found, cached_tokens=2))
-    await asyncio.wait_for(waiting, 1)
+    await asyncio.wait_for(waiting, 30)
     assert request.prompt_logprobs == found
     outputs = request.outbox.take().outputs
     assert [(outputs[index].token_ids, outputs[index].logprobs) for index in (0, 1)] == [

@@ -18,6 +18,7 @@ from pellucid_testing.calls import Answer, Failure, collect, failure, generate, 
 from pellucid_testing.scripted_engine import FIRST_TOKEN, Script
 from pellucid_testing.server import ServerProcess, serve
 
+CONTEXT = 4096
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrs"
 TEMPLATE = """{{ bos_token }}{% for message in messages %}
 {% if message.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}
@@ -38,7 +39,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[ServerProcess]:
-    script = Script(lives=str(folder / "lives"), step_seconds=0.002, cached_tokens=2)
+    size: dict[str, Any] = {"context_length": CONTEXT, "kv_block_count": CONTEXT}
+    script = Script(lives=str(folder / "lives"), step_seconds=0.002, cached_tokens=2, **size)
     arguments = ("--max-running", "4", "--max-queue", "4", "--max-logprobs", "3")
     with serve(folder, *arguments, program=script.program()) as running:
         yield running
@@ -80,17 +82,19 @@ def test_several_sequences_have_one_end_each_and_share_the_last_message(
     server.wait_for_metric("pellucid_requests_running", 0)
 
 
-def test_more_sequences_than_the_server_lets_in(channel: grpc.Channel) -> None:
+def test_more_sequences_than_the_server_lets_in(server: ServerProcess, channel: grpc.Channel) -> None:
     found = refused(channel, request(sampling={"sequence_count": 9}))
     assert found.violations == {"sampling.sequence_count": "9 is not accepted; accepted: a whole number from 1 to 8"}
     stub = inference_pb2_grpc.InferenceServiceStub(channel)
     endless: dict[str, Any] = {"stopping": {"max_new_tokens": 10_000}}
-    first = stub.Generate(request("A", sampling={"sequence_count": 6}, **endless), timeout=20)
+    first = stub.Generate(request("A", sampling={"sequence_count": 6}, **endless), timeout=60)
     next(first)
     found = refused(channel, request("A", sampling={"sequence_count": 3}))
     assert (found.code, found.reason) == ("RESOURCE_EXHAUSTED", "QUEUE_FULL")
     assert "6 of 8 places are taken, and this request needs 3" in found.message
     first.cancel()
+    server.wait_for_metric("pellucid_requests_running", 0)
+    server.wait_for_metric("pellucid_requests_waiting", 0)
 
 
 def test_a_cancel_ends_every_sequence(server: ServerProcess, channel: grpc.Channel) -> None:
@@ -194,7 +198,8 @@ def test_what_chat_refuses(channel: grpc.Channel) -> None:
     assert set(refused(channel, chat()).violations) == {"chat.messages"}
     assert set(refused(channel, chat("user", "a b")).violations) == {"chat.messages[1].role"}
     assert set(refused(channel, chat("user", parse_special_tokens=True)).violations) == {"parse_special_tokens"}
-    long = chat(*["user"] * 200, context=inference_pb2.ContextPolicy(overflow=inference_pb2.CONTEXT_OVERFLOW_REJECT))
+    long = chat("user", context=inference_pb2.ContextPolicy(overflow=inference_pb2.CONTEXT_OVERFLOW_REJECT))
+    long.chat.messages[0].content = "x" * CONTEXT
     assert refused(channel, long).reason == "PROMPT_TOO_LONG"
 
 

@@ -109,7 +109,7 @@ _SAMPLING = st.builds(
     beyond=st.lists(st.sampled_from([9.0, INF, math.nan]), max_size=2),
 )
 @example([0.0, -0.0, 0.0], sampling(top_k=2), (), [], [], None, 0, [])
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=250, deadline=None)
 def test_every_implementation_gives_the_reference_token(
     logits: list[float],
     sampling: Sampling,
@@ -142,7 +142,7 @@ def test_every_implementation_gives_the_reference_token(
     top_k=st.sampled_from([0, 0, 50, 127, 128, 129, 900]),
     share=st.sampled_from([0, 2, 32]),
 )
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_every_implementation_gives_the_reference_token_over_larger_vocabularies(
     seed: int, spread: float, rounded: bool, vocab_size: int, setting: Sampling, top_k: int, share: int
 ) -> None:

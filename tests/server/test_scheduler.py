@@ -24,7 +24,7 @@ from pellucid_testing.scheduling import EOS, STOP, Run, run_all, submit
     max_running=st.integers(1, 8),
     spare_budget=st.integers(0, 30),
 )
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_output_does_not_depend_on_company(
     shapes: list[tuple[int, int]], block_size: int, spare: int, max_running: int, spare_budget: int
 ) -> None:

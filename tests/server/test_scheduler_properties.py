@@ -69,7 +69,7 @@ def check(run: Run, request: Submit) -> None:
 
 
 @given(data=st.data())
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=120, deadline=None)
 def test_nothing_is_lost_reused_wrongly_or_starved(data: st.DataObject) -> None:
     block_size = data.draw(st.sampled_from([1, 2, 4, 8]))
     run = Run.of(
@@ -119,7 +119,7 @@ def test_who_is_pushed_out_comes_back_in_a_later_step() -> None:
 
 
 @given(data=st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_deadlines_in_every_state(data: st.DataObject) -> None:
     most_repeats = data.draw(st.sampled_from([1, 2, 32]))
     run = Run.of(data.draw(st.integers(12, 30)), 4, max_running=4, budget=9, most_repeats=most_repeats)

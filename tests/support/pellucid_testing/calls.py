@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -123,6 +124,22 @@ def collect(stream: Iterable[inference_pb2.GenerateResponse]) -> Answer:
         indices = [output.sequence_index for output in message.outputs]
         assert indices == sorted(set(indices)) != []
     return answer
+
+
+def cut_off(start: Callable[[float], Any]) -> None:
+    """Runs a stream into its deadline after its first message. `start` begins one that has so many seconds.
+
+    A busy machine may need longer for the first message; then there is another try with more time.
+    """
+    for seconds in (0.3, 3.0, 30.0):
+        stream, count = start(seconds), 0
+        with contextlib.suppress(grpc.RpcError):
+            for _ in stream:
+                count += 1
+        assert stream.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        if count:
+            return
+    raise AssertionError("no message came before a deadline")
 
 
 def failure(call: Any) -> Failure:

@@ -51,7 +51,8 @@ class Script:
     die_after_steps: list[int] = field(default_factory=list)
     """Life i kills itself after so many steps with work; lives beyond the list go on."""
     hang_after_steps: list[int] = field(default_factory=list)
-    """Life i stops itself (SIGSTOP) after so many steps with work, 0: before it is ready; lives beyond go on."""
+    """Life i stops itself (SIGSTOP) after so many steps with work, 0: before it is ready; lives beyond go on, and so do
+    those that are continued."""
     warm_up_seconds: float = 0.0
     """What the engine says its longest warm-up step took; its first step with work takes five times as long."""
     token_pause_after: int = 0
@@ -84,6 +85,7 @@ def run(script: Script, connection: EngineConnection) -> None:
     hang_after = script.hang_after_steps[life] if life < len(script.hang_after_steps) else -1
     if hang_after == 0:
         os.kill(os.getpid(), signal.SIGSTOP)
+        hang_after = -1
     connection.send(ready(script))
     steps_left = script.die_after_steps[life] if life < len(script.die_after_steps) else -1
     _Loop(script, connection, steps_left, hang_after).run()

@@ -2,6 +2,13 @@
 
 with serve(folder, "--max-running", "2") as server:
     stub = inference_pb2_grpc.InferenceServiceStub(server.channel())
+
+A tiny model's steps take a fraction of a millisecond, so what is to meet in one of them, or to happen before a stream
+ends, may come too late on a busy machine. With the engine stopped there is time for everything:
+
+    with server.engine_stopped():
+        calls = [stub.Generate(request(text), timeout=60) for text in texts]
+        server.wait_for_queue(len(calls))
 """
 
 from __future__ import annotations
@@ -22,10 +29,12 @@ from typing import IO, Any
 
 import grpc
 
+from pellucid.v1 import inference_pb2, inference_pb2_grpc
+
 ROOT = Path(__file__).parents[3]
 SOURCES = [str(ROOT / part) for part in ("proto", "model", "server", "clients/python", "tests/support")]
 SERVE = "import sys; from pellucid_server.cli import serve_command; sys.exit(serve_command(sys.argv[1:]))"
-START_SECONDS = 60.0
+START_SECONDS = 100.0
 
 
 class ServerProcess:
@@ -89,7 +98,7 @@ class ServerProcess:
             if sample.split("{")[0] == name and all(label in sample for label in wanted)
         )
 
-    def wait_for_metric(self, name: str, value: float, *, timeout: float = 10.0, **labels: str) -> None:
+    def wait_for_metric(self, name: str, value: float, *, timeout: float = START_SECONDS, **labels: str) -> None:
         """Waits until the metric has this value; it is scraped, so there is nothing to await."""
         end = time.monotonic() + timeout
         while (found := self.metric(name, **labels)) != value:
@@ -98,12 +107,64 @@ class ServerProcess:
             time.sleep(0.02)
 
     def engine_pid(self) -> int:
-        """The engine's process id: the server's only child process."""
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        (pid,) = map(int, children)
+        """The engine's process id: the server's only child process, but for the one that checks constraints."""
+        (pid,) = self._children()
         return pid
 
-    def stop(self, number: signal.Signals = signal.SIGTERM, timeout: float = 30.0) -> int:
+    @contextlib.contextmanager
+    def engine_stopped(self) -> Iterator[None]:
+        """The engine stands still while the block runs, which must take less than --engine-timeout-seconds."""
+        pid = self.engine_pid()
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.kill(pid, signal.SIGCONT)
+
+    def wait_for_queue(self, count: int) -> None:
+        """Waits until so many sequences wait for a stopped engine, and all of them meet its next step.
+
+        A request that waits may still be tokenized. One without any token is refused behind those, by the same threads.
+        """
+        self.wait_for_metric("pellucid_requests_waiting", count)
+        empty = inference_pb2.GenerateRequest(token_ids={"ids": []})
+        with contextlib.suppress(grpc.RpcError):
+            list(inference_pb2_grpc.InferenceServiceStub(self.channel()).Generate(empty, timeout=START_SECONDS))
+
+    def engine_that_stopped(self) -> int:
+        """Waits for an engine that stops itself, as a script may tell it to; returns its process id."""
+        end = time.monotonic() + START_SECONDS
+        while True:
+            for pid in self._children():
+                with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                    if Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "T":
+                        return pid
+            if time.monotonic() > end:
+                raise AssertionError(f"the engine has not stopped itself; the server said:\n{self.log()}")
+            time.sleep(0.01)
+
+    def load_until_refused(self, count: int) -> None:
+        """Lets an engine that stopped itself before it was ready go on, once so many calls have been refused."""
+        engine = self.engine_that_stopped()
+
+        def go_on() -> None:
+            self.wait_for_metric("pellucid_request_rejections_total", count, reason="model_loading")
+            os.kill(engine, signal.SIGCONT)
+
+        threading.Thread(target=go_on, daemon=True).start()
+
+    def restart_engine(self) -> None:
+        """Kills the engine and waits until the next one is up."""
+        restarts = self.metric("pellucid_engine_restarts_total")
+        os.kill(self.engine_pid(), signal.SIGKILL)
+        self.wait_for_metric("pellucid_engine_restarts_total", restarts + 1)
+        self.wait_for_metric("pellucid_engine_up", 1)
+
+    def _children(self) -> list[int]:
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
+        return [int(pid) for pid in children.split() if b"constraint_check" not in _command_line(pid)]
+
+    def stop(self, number: signal.Signals = signal.SIGTERM, timeout: float = 60.0) -> int:
         """Sends a signal and returns the exit code."""
         self.process.send_signal(number)
         code = self.process.wait(timeout)
@@ -115,6 +176,9 @@ class ServerProcess:
         for channel in self._channels:
             channel.close()
         if self.process.poll() is None:
+            for pid in self._children():  # a stopped engine would not see the server's end
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGCONT)
             self.process.kill()
         self.process.wait()
         self._reader.join(10)
@@ -131,6 +195,12 @@ class ServerProcess:
         with self._condition:
             self._ended = True
             self._condition.notify_all()
+
+
+def _command_line(pid: str) -> bytes:
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    return b""
 
 
 def start_server(
