@@ -10,7 +10,7 @@ from __future__ import annotations
 SHORTEST_GAP = 0.016
 LONGEST_GAP = 0.032
 """Seconds from one message of a stream to the next."""
-MESSAGES_PER_SECOND = 1000
+MESSAGES_PER_SECOND = 250
 """Of all streams together, between the shortest gap and the longest."""
 
 
