@@ -10,6 +10,7 @@ namespace {
 
 constexpr int kBlock = 128;  // keys per partial softmax
 constexpr int kGranules = kBlock / kGranule;
+constexpr int kSomeLines = 48;  // to be prefetched between two products of attention, for each row
 
 // The granules of a key block, of one kv head.
 template <class Number>
@@ -52,18 +53,32 @@ public:
         return true;
     }
 
-    // Prefetches the keys ahead whose places have none here, which would have done it on the way.
-    void fetch_rest(Range seen) const {
+    // Prefetches a little more of what is ahead, keys before values. To be called wherever nothing is read from memory,
+    // so that it works all the time.
+    void fetch_some() {
         const int64_t bytes = kGranule * layout_.stride * sizeof(Number);
-        for (int g = 0; g < kGranules; ++g) {
-            if (g >= seen.begin / kGranule && g * kGranule < seen.end) continue;
-            if (ahead.keys[g] == nothing_.data()) continue;
-            const auto* keys = reinterpret_cast<const std::byte*>(ahead.keys[g]);
-            for (int64_t at = 0; at < bytes; at += 64) prefetch_to_l2(keys + at);
+        for (int line = 0; line < kSomeLines && fetched_ < 2 * kGranules; ++line) {
+            const Number* granule = fetched_ < kGranules ? ahead.keys[fetched_] : ahead.values[fetched_ - kGranules];
+            if (granule != nothing_.data()) {
+                prefetch_to_l2(reinterpret_cast<const std::byte*>(granule) + fetched_bytes_);
+                fetched_bytes_ += 64;
+            }
+            if (granule == nothing_.data() || fetched_bytes_ >= bytes) skip_to(fetched_ + 1);
         }
     }
 
+    // The products of the keys and values that rows see have prefetched the keys at the same places ahead.
+    void skip(Range seen) {
+        const int end = (seen.end + kGranule - 1) / kGranule;
+        if (seen.begin < kGranule && fetched_ < end) skip_to(end);
+    }
+
 private:
+    void skip_to(int granule) {
+        fetched_ = granule;
+        fetched_bytes_ = 0;
+    }
+
     static bool is_seen(const std::vector<Range>& local, Range keys) {
         return std::any_of(local.begin(), local.end(),
                            [=](const Range& range) { return !range.clip(keys.begin, keys.end).empty(); });
@@ -108,6 +123,7 @@ private:
 
     // What to prefetch, where there is any.
     void find_ahead(const KeyBlock& next) {
+        skip_to(0);
         for (int g = 0; g < kGranules; ++g) {
             const bool is_needed = next.start + g * kGranule < next.end && layout_.granule == kGranule;
             if (!is_needed || !find_granule(next, g, ahead)) ahead.keys[g] = ahead.values[g] = nothing_.data();
@@ -123,6 +139,8 @@ private:
     HeadLayout<Format> layout_{1, 1};
     std::vector<Number> collected_;  // granules of small blocks
     std::vector<Number> nothing_;    // a granule of zeros
+    int fetched_ = 2 * kGranules;    // granules of what is ahead, keys and values
+    int64_t fetched_bytes_ = 0;      // of the one that follows
 };
 
 }  // namespace

@@ -127,6 +127,11 @@ private:
         }
     }
 
+    // Few rows wait for memory.
+    void fetch_some() {
+        if (rows_ <= Scores<Format>::kRows) block_.fetch_some();
+    }
+
     // Prepares the queries and ranges of all rows.
     void look_at(bool to_sinks) {
         for (int64_t t = 0; t < tile_.count; ++t) {
@@ -138,6 +143,7 @@ private:
                 prefetch(heads + kQueriesAhead * a_->q_stride + d);
             for (int64_t g = 0; g < group_; ++g) {
                 scores_.set_query(t * group_ + g, rotated(*a_, heads + g * a_->head_dim, position, rotated_.data()));
+                fetch_some();
                 ranges_[t * group_ + g] = to_sinks ? visible.sinks : visible.window;
             }
         }
@@ -162,11 +168,13 @@ private:
             const int64_t row = parts.begin(part), count = parts.size(part);
             const int last = (seen.end + kGranule - 1) / kGranule;
             scores_.run(row, count, block_, seen.begin / kGranule, last, score_);
-            for (int64_t r = row; r < row + count; ++r)
+            for (int64_t r = row; r < row + count; ++r) {
                 softmax(r, &score_[(r - row) * kBlock], seen, start, to_sinks, partial);
+                fetch_some();
+            }
             values_.run(*a_, block_, score_, &local_[row], count, partial.values + row * stride_);
         }
-        block_.fetch_rest(seen);
+        block_.skip(seen);
     }
 
     // What a head adds for 16 keys that stand `distance`, distance - 1, … behind the query; the table's last column
@@ -232,6 +240,7 @@ private:
         weigh(partial);
         for (int64_t r = 0; r < rows_; ++r) {
             if (partial.sum[r] == 0.0f) continue;
+            fetch_some();
             const F16 before = broadcast(before_[r]), added = broadcast(added_[r]);
             const float* values = partial.values + r * stride_;
             float* total = &total_[r * stride_];
@@ -253,8 +262,9 @@ private:
         }
     }
 
-    void write_result() const {
+    void write_result() {
         for (int64_t r = 0; r < rows_; ++r) {
+            fetch_some();
             const int64_t row = tile_.first + r / group_, head = kv_head_ * group_ + r % group_;
             float* out = a_->out + (row * a_->query_heads + head) * a_->head_dim;
             for (int64_t d = 0; d < a_->head_dim; d += 16)

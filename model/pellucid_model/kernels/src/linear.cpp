@@ -28,12 +28,15 @@ struct Weights {
 // Gives out to products what they fetch, each the next part, until there is nothing more.
 class Fetching {
 public:
-    // For `products` of them, which read `panel_bytes` each. reading: or null
-    Fetching(const Weights& next, CacheReading* reading, int cached_shift, int64_t products, int64_t panel_bytes)
+    // For `products` of them, which read `panel_bytes` each. reading: or null. distance: of weights that are read once,
+    // what lies so many bytes ahead; 0: `next`, spread over all products.
+    Fetching(const Weights& next, CacheReading* reading, int cached_shift, int64_t products, int64_t panel_bytes,
+             int64_t distance)
         : next_(next),
           reading_(reading),
           cached_shift_(cached_shift),
           cached_part_(panel_bytes >> cached_shift),
+          distance_(distance),
           total_(next.gate ? 2 * next.bytes : next.bytes) {
         while (panel_bytes >> (shift_ + 1) > 0 && (panel_bytes >> (shift_ + 1)) * products >= total_) ++shift_;
         part_ = panel_bytes >> shift_;
@@ -45,7 +48,10 @@ public:
             ahead.cached = cached;
             ahead.cached_shift = cached_shift_;
         }
-        if (const int64_t at = done_; at < total_) {
+        if (distance_ > 0) {
+            ahead.weights = own_panel + distance_;
+            ahead.shift = 0;
+        } else if (const int64_t at = done_; at < total_) {
             ahead.weights = at < next_.bytes ? next_.weights + at : next_.gate + (at - next_.bytes);
             ahead.shift = shift_;
             done_ += part_;
@@ -57,7 +63,7 @@ private:
     const Weights next_;
     CacheReading* const reading_;
     const int cached_shift_;
-    const int64_t cached_part_;
+    const int64_t cached_part_, distance_;
     int64_t total_, part_ = 0, done_ = 0;
     int shift_ = 0;
 };
@@ -142,7 +148,8 @@ private:
                 const Run next = next_visit(run, visit);
                 const int64_t products = tiles.count * (visit.last - visit.first) * matrices(*run.layer);
                 const Weights following = next.first < run.last ? read(next) : then;
-                Fetching fetching(following, a_.reading, Format::kCachedShift, products, panel_bytes_);
+                Fetching fetching(following, a_.reading, Format::kCachedShift, products, panel_bytes_,
+                                  reads_once() ? kReadAhead : 0);
                 for (int64_t tile = 0; tile < tiles.count; ++tile)
                     block(visit, row + tiles.begin(tile), tiles.size(tile), fetching);
             }
@@ -179,10 +186,13 @@ private:
 
     Run first_visit(const Run& run) const { return next_visit(run, {run.layer, run.first, run.first}); }
 
-    // The panels behind those of `visit`; none at the end. Very few rows wait for memory alone, which likes long runs.
+    // Few rows read every panel only once and wait for memory, which likes long runs.
+    bool reads_once() const { return a_.rows <= std::max(Format::kWideRows, std::min(kOnceRows, Format::kRows)); }
+
+    // The panels behind those of `visit`; none at the end.
     Run next_visit(const Run& run, const Run& visit) const {
         const int64_t held = std::max<int64_t>(kVisitBytes / (panel_bytes_ * matrices(*run.layer)), 1);
-        const int64_t most = a_.rows <= Format::kWideRows ? run.last : held;
+        const int64_t most = reads_once() ? run.last : held;
         return {run.layer, visit.last, std::min(visit.last + most, run.last)};
     }
 
@@ -256,6 +266,8 @@ private:
 
     static constexpr int64_t kPrepareWork = 12;         // of a number, which comes from another core maybe
     static constexpr int64_t kRowsApart = 16;            // of a thread that reads all weights
+    static constexpr int kOnceRows = 8;                  // at most, of those that wait for memory
+    static constexpr int64_t kReadAhead = 6 << 10;       // bytes
     static constexpr int64_t kRunBytes = 512 << 10;      // of a run, about
     static constexpr int64_t kVisitBytes = 20 << 10;     // of panels in the nearest cache, at least one
     static constexpr int64_t kHeldRowBytes = 256 << 10;  // of prepared rows in the next cache
