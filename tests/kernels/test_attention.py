@@ -119,6 +119,19 @@ def test_row_order_changes_no_bit(native: NativeKernels, option: Setup) -> None:
     assert torch.equal(out, expected[order])
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+def test_rows_of_one_sequence_come_in_any_order(
+    native: NativeKernels, monkeypatch: pytest.MonkeyPatch, threads: int
+) -> None:
+    monkeypatch.setattr(library, "_threads", threads)
+    setup = Setup(lengths=(140,))
+    expected = PagedSequences(setup).run_all(native)
+    paged = PagedSequences(setup)
+    rows = paged.all_rows()
+    paged.run(native, rows[:100])
+    assert torch.equal(paged.run(native, rows[:99:-1]), expected[100:].flip(0))
+
+
 def test_block_size_changes_no_bit(native: NativeKernels, option: Setup) -> None:
     paged = PagedSequences(option)
     results = [paged.with_setup(block_size=size).run_all(native) for size in (1, 4, 16, 64, 128)]
@@ -255,7 +268,7 @@ def test_torch_kernels_take_any_float_type() -> None:
         torch.testing.assert_close(out.double(), paged.oracle(), rtol=0, atol=error)
 
 
-@pytest.mark.parametrize("scale", [1e4, 1e-30, 0.0, -0.3, -1e4])
+@pytest.mark.parametrize("scale", [1e4, 1e9, 1e-30, 0.0, -0.3, -1e9])
 def test_any_scale_agrees(kernels: Kernels, scale: float) -> None:
     paged = PagedSequences(Setup())
     paged.scale = scale

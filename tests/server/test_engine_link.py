@@ -41,7 +41,7 @@ CONFIGURE = Configure(
     log_level="info",
     log_format="json",
 )
-TIMEOUT_SECONDS = 1.2
+TIMEOUT_SECONDS = 2.0
 """Until an engine counts as hung: more than a busy machine may make it wait."""
 TIMEOUT = ("--engine-timeout-seconds", str(TIMEOUT_SECONDS))
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRS"

@@ -26,7 +26,7 @@ TOKENS = 180
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     folder = tiny_checkpoint(tmp_path_factory.mktemp("checkpoints") / "tiny", tiny_config(context_length=CONTEXT))
     cache = ("--kv-block-size", "4", "--kv-cache-memory", str(BLOCKS * BYTES_PER_BLOCK))
-    with serve(folder, "--dtype", "float32", "--threads", "1", "--engine-timeout-seconds", "2", *cache) as running:
+    with serve(folder, "--dtype", "float32", "--threads", "1", "--engine-timeout-seconds", "4", *cache) as running:
         yield running
 
 

@@ -1,7 +1,7 @@
 // Causal attention of a ragged batch over a paged key-value cache.
 //
-// The new keys (rotated) and values of a sequence's rows, where there are any, are written into the cache; then these rows
-// attend, reading all keys and values, their own included, from the cache. Prefill, chunked prefill and decode are
+// The new keys (rotated) and values of a sequence's rows, where there are any, are written into the cache before these rows
+// attend to them, reading all keys and values, their own included, from the cache. Prefill, chunked prefill and decode are
 // therefore one computation; attention_tile.h fixes its order, so that no bit depends on what else is in the batch, or on
 // how the work is cut here. What one sequence writes no other sequence sees in the same call.
 #include <memory>
@@ -37,9 +37,10 @@ struct Plan {
         blocks = 0;
         whole = true;
         for (int64_t row = 0; row < a.rows;) {
-            TokenTile tile{row, 0, {0, 0}, {0, 0}};
+            TokenTile tile{row, 0, a.positions[row], {0, 0}, {0, 0}};
             do {
                 const Visible visible = visible_keys(a, row);
+                tile.lowest = std::min(tile.lowest, a.positions[row]);
                 widen(tile.sink_blocks, visible.sinks);
                 widen(tile.window_blocks, visible.window);
                 keys += visible.sinks.size() + visible.window.size();
@@ -67,7 +68,7 @@ struct Unit {
 struct Units {
     std::vector<Unit> all, split;  // split: one for each tile and head that is in parts
     int64_t partials = 0;          // numbers
-    // Each tile's last unit of a head writes its keys and values before it attends: no other unit sees them.
+    // Each tile's last unit of a head writes its keys and values before it attends to them: no other unit sees them.
     bool write = true;
 
     // Tiles that would keep a thread busy for long are cut, so that the others have something to do.
@@ -175,7 +176,8 @@ int32_t paged_attention(const Arguments& a) {
         if (!last) fetch_rows(a, units.all[i + 1]);
         const bool writes = a.k && units.write && unit.end == tile.pieces();
         const auto write = [&] {
-            for (int64_t row = tile.first; writes && row < tile.first + tile.count; ++row)
+            if (!writes) return;
+            for (int64_t row = tile.first; row < tile.first + tile.count; ++row)
                 write_row<Format>(a, row, unit.kv_head, unit.kv_head + 1);
         };
         auto& attention = tile_attention<Format>();

@@ -26,6 +26,7 @@ namespace {
 // Rows first to first + count - 1, consecutive rows of one sequence, and the key blocks that hold what they see.
 struct TokenTile {
     int64_t first, count;
+    int32_t lowest;                    // of their positions
     Range sink_blocks, window_blocks;  // in units of kBlock positions
 
     int32_t pieces() const { return sink_blocks.size() + window_blocks.size(); }
@@ -115,7 +116,7 @@ private:
                         const Done& done) {
         bool written = false;
         for (int32_t piece = begin; piece < end; ++piece) {
-            if (!written && tile_.start(piece) + kBlock > a_->positions[tile_.first]) {
+            if (!written && tile_.start(piece) + kBlock > tile_.lowest) {
                 write();
                 written = true;
             }
@@ -210,7 +211,7 @@ private:
         clear((local_[r].end + 15) / 16 * 16, any.end);
         const int64_t row = tile_.first + r / group_, head = kv_head_ * group_ + r % group_;
         const int64_t query = to_sinks ? sink_query_position(*a_, row) : a_->positions[row];
-        // Scores that are only multiplied, which does not change which is the largest, stay as they are until the end.
+        // Scores that are only multiplied, which does not change which is the largest, are so when that is known.
         const bool plain = a_->scale > 0 && !(a_->softcap > 0) && !a_->alibi_slopes && !a_->distance_bias;
         const float scale = plain ? a_->scale * kLog2E : 1.0f;
         const Range seen = local_[r];
@@ -224,12 +225,14 @@ private:
             if (!plain || !whole) store(scores + at, s);
             largest = max(largest, s);
         }
-        partial.largest[r] = horizontal_max(largest) * scale;
-        // Finite, so that keys that a bias of -infinity hides weigh nothing, where it hides all of them too.
-        const F16 reference = broadcast(-std::max(partial.largest[r], std::numeric_limits<float>::lowest()));
+        const float bound = horizontal_max(largest);
+        partial.largest[r] = bound * scale;
+        // Finite, so that keys that a bias of -infinity hides weigh nothing, where it hides all of them too. Subtracted
+        // before the product is rounded: the largest exponential is 1 however large the scores are.
+        const F16 reference = broadcast(std::max(bound, std::numeric_limits<float>::lowest()));
         F16 sum = broadcast(0.0f);
         for (int at = seen.begin / 16 * 16; at < seen.end; at += 16) {
-            const F16 e = exp2(fma(load(scores + at), broadcast(scale), reference));
+            const F16 e = exp2((load(scores + at) - reference) * broadcast(scale));
             store(scores + at, e);
             sum = sum + e;
         }

@@ -236,9 +236,7 @@ private:
             const auto* first = static_cast<const std::byte*>(weight) + panel * panel_bytes_;
             product<Rows, Vectors>(left_ + row * stride_, first, apart * panel_bytes_, fetching.part(first), out);
         };
-        for (int r = 0; layer.residual && r < Rows; ++r)
-            for (int64_t column = panel * kPanel; column < (panel + 1) * kPanel; column += 16)
-                prefetch(layer.residual + (row + r) * layer.outputs + column);
+        if (layer.residual) fetch_residual<Rows, Vectors>(layer, row, panel, apart);
         if (layer.gate_weight) multiply(layer.gate_weight, gate);
         multiply(layer.weight, sums);
         for (int64_t begin = 0; begin < kColumns; begin += kPanel, panel += apart) {
@@ -246,6 +244,14 @@ private:
             const TilePlace place{row, Rows, column, std::min<int64_t>(kPanel, layer.outputs - column)};
             finish(layer, place, sums + begin, gate + begin, kColumns);
         }
+    }
+
+    // What a tile's sums are added to: it may be in another core's cache.
+    template <int Rows, int Vectors>
+    static PELLUCID_INLINE void fetch_residual(const LinearLayer& layer, int64_t row, int64_t panel, int64_t apart) {
+        for (int r = 0; r < Rows; ++r)
+            for (int v = 0; v < Vectors; ++v)
+                prefetch(layer.residual + (row + r) * layer.outputs + (panel + v / 2 * apart) * kPanel + v % 2 * 16);
     }
 
     // out [Rows, Vectors * 16]
