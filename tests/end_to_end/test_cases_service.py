@@ -179,13 +179,13 @@ def test_what_is_dropped_of_a_prompt_is_told(small: ServerProcess, overflow: str
 
 def test_a_long_text_holds_nobody_up(small: ServerProcess) -> None:
     """Tokenizing a huge prompt blocks the event loop: health checks and all other streams stand still."""
-    channel, text = small.channel(), CHARACTERS[:26] * 2**17
+    channel, text = small.channel(), CHARACTERS[:26] * 2**18
     fields: dict[str, Any] = {
         "context": {"overflow": "CONTEXT_OVERFLOW_REENCODE"},
         "stopping": {"max_new_tokens": 1},
         "output": {"delivery_mode": inference_pb2.DELIVERY_MODE_FINAL},
     }
-    for _ in range(5):  # in case that this process stands still for as long as it takes
+    for _ in range(10):  # in case that this process stands still for as long as it takes
         with ThreadPoolExecutor(1) as pool:
             done = pool.submit(collect, Stub(channel).Generate(request(text, **fields), timeout=60))
             checks, streams = 0, 0
@@ -194,7 +194,7 @@ def test_a_long_text_holds_nobody_up(small: ServerProcess) -> None:
                 checks += not done.done()
                 streams += bool(generate(channel, "ab", stopping={"max_new_tokens": 3}).token_ids) and not done.done()
             assert done.result().prompt.prompt_token_count == len(text) + 1
-        if checks >= 3 and streams >= 3:
+        if checks >= 2 and streams >= 2:
             return
     raise AssertionError("everybody waited for the long text")
 
