@@ -69,7 +69,7 @@ class Call:
                 await self._begin()
             await self._context.write(raw)
         except grpc.aio.InternalError:
-            await _may_be_cancelled()
+            await _wait_for_cancellation()
             raise
 
     async def reply(self, message: Message) -> bytes:
@@ -78,7 +78,7 @@ class Call:
         try:
             await self._begin()
         except grpc.aio.InternalError:
-            await _may_be_cancelled()
+            await _wait_for_cancellation()
             raise
         return raw
 
@@ -190,7 +190,7 @@ class Calls:
         log(level, error.message, method=method, request_id=call.request_id, reason=error.reason)
 
 
-async def _may_be_cancelled() -> None:
+async def _wait_for_cancellation() -> None:
     """A client that goes as something is sent to it cancels its call; gRPC may first say that it cannot be sent."""
     await asyncio.sleep(GOING)
 

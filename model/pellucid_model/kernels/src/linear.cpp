@@ -136,7 +136,8 @@ private:
     void multiply() const {
         const EvenParts parts = row_parts();
         std::optional<Linear> operator_behind;  // made here, for within a unit there is one thread
-        if (a_.next && a_.next->format == a_.format && a_.next->rows > 0) operator_behind.emplace(*a_.next);
+        const bool fetches_next = !reads_once() && a_.next && a_.next->format == a_.format && a_.next->rows > 0;
+        if (fetches_next) operator_behind.emplace(*a_.next);
         const int64_t run_count = runs_each_ * threads_, units = run_count * parts.count;
         for_each_unit(threads_, units, [&](int64_t unit, int worker) {
             const Run run = run_at(unit % run_count);
