@@ -125,17 +125,30 @@ Status check(const Arguments& a) {
     return kOk;
 }
 
+// What a thread keeps from call to call.
+template <class Format>
+struct Kept {
+    TileAttention<Format> attention;
+    CacheWriter<Format> writer;
+};
+
+template <class Format>
+Kept<Format>& kept() {
+    static thread_local const auto own = std::make_unique<Kept<Format>>();
+    return *own;
+}
+
 // Of row `row`, for kv heads [head, end_head).
 template <class Format>
-void write_row(const Arguments& a, int64_t row, int64_t head, int64_t end_head) {
-    static thread_local CacheWriter<Format> writer;
+void write_row(CacheWriter<Format>& writer, const Arguments& a, int64_t row, int64_t head, int64_t end_head) {
+    writer.start(a);
     writer.write(a, row, own_block(a, row), head, end_head);
 }
 
 template <class Format>
 void write_cache(const Arguments& a) {
     for_each_row(a.threads, a.rows, 4 * a.kv_heads * a.head_dim,
-                 [&](int64_t row) { write_row<Format>(a, row, 0, a.kv_heads); });
+                 [&](int64_t row) { write_row(kept<Format>().writer, a, row, 0, a.kv_heads); });
 }
 
 // Prefetches what a unit begins with, the linear layer's output: another core may have it.
@@ -148,12 +161,6 @@ void fetch_rows(const Arguments& a, const Unit& unit) {
     if (!a.k) return;
     fetch(a.k + row * a.k_stride + unit.kv_head * a.head_dim, a.head_dim);
     fetch(a.v + row * a.v_stride + unit.kv_head * a.head_dim, a.head_dim);
-}
-
-template <class Format>
-TileAttention<Format>& tile_attention() {
-    static thread_local const auto own = std::make_unique<TileAttention<Format>>();
-    return *own;
 }
 
 template <class Format>
@@ -174,24 +181,24 @@ int32_t paged_attention(const Arguments& a) {
         const bool last = i + 1 == count || i + 1 == first_unit(worker + 1, count, threads);
         const KeyBlock next = last ? KeyBlock{} : units.all[i + 1].first_block(a);
         if (!last) fetch_rows(a, units.all[i + 1]);
+        auto& own = kept<Format>();
         const bool writes = a.k && units.write && unit.end == tile.pieces();
         const auto write = [&] {
             if (!writes) return;
             for (int64_t row = tile.first; row < tile.first + tile.count; ++row)
-                write_row<Format>(a, row, unit.kv_head, unit.kv_head + 1);
+                write_row(own.writer, a, row, unit.kv_head, unit.kv_head + 1);
         };
-        auto& attention = tile_attention<Format>();
         if (unit.partials < 0)
-            attention.run(a, status, tile, unit.kv_head, next, write);
+            own.attention.run(a, status, tile, unit.kv_head, next, write);
         else
-            attention.run_part(a, status, tile, unit.kv_head, next, write, unit.begin, unit.end,
+            own.attention.run_part(a, status, tile, unit.kv_head, next, write, unit.begin, unit.end,
                                partials + unit.partials);
     });
     const auto split = static_cast<int64_t>(units.split.size());
     if (split == 0) return status;
     for_each_unit(threads, split, [&, &units = units](int64_t i, int) {
         const Unit& unit = units.split[i];
-        tile_attention<Format>().finish(a, status, *unit.tile, unit.kv_head, partials + unit.partials);
+        kept<Format>().attention.finish(a, status, *unit.tile, unit.kv_head, partials + unit.partials);
     });
     return status;
 }

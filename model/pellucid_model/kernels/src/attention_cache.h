@@ -41,6 +41,8 @@ struct HeadLayout {
           stride(width + kScale),
           granule(std::min<int64_t>(kGranule, block_size)) {}
 
+    bool operator==(const HeadLayout&) const = default;
+
     // Numbers of token `slot` of a head, and of dimension d of a token, from the beginning of the head or token.
     int64_t key_token(int64_t slot) const { return granule_of(slot) + slot % granule * Format::kPack; }
     int64_t key_dimension(int64_t d) const { return d / Format::kPack * granule * Format::kPack + d % Format::kPack; }
@@ -109,39 +111,53 @@ class CacheWriter {
     using Number = typename Format::Number;
 
 public:
-    // Of row `row`, for kv heads [begin, end), into slot `position % block_size` of cache block `block`.
-    void write(const Arguments& a, int64_t row, int64_t block, int64_t begin, int64_t end) {
+    void start(const Arguments& a) {
+        const HeadLayout<Format> layout(a.head_dim, a.block_size);
+        if (layout == layout_ && a.head_dim == head_dim_) return;
+        layout_ = layout;
         head_dim_ = a.head_dim;
-        layout_ = HeadLayout<Format>(a.head_dim, a.block_size);
-        rotated_.resize(a.head_dim);
+        rotated_.resize(head_dim_);
         key_.assign(layout_.width, zero<Format>());
         value_ = key_;
+    }
+
+    // Of row `row`, for kv heads [begin, end), into slot `position % block_size` of cache block `block`.
+    void write(const Arguments& a, int64_t row, int64_t block, int64_t begin, int64_t end) {
+        const int64_t position = a.positions[row], slot = position % a.block_size;
         for (int64_t head = begin; head < end; ++head) {
-            const int64_t to = layout_.head(a, block, head), position = a.positions[row];
-            const float* key = a.k + row * a.k_stride + head * a.head_dim;
-            const float* value = a.v + row * a.v_stride + head * a.head_dim;
-            store(rotated(a, key, position, rotated_.data()), value, position % a.block_size,
-                  static_cast<Number*>(a.k_cache) + to, static_cast<Number*>(a.v_cache) + to);
+            const int64_t to = layout_.head(a, block, head);
+            const float* key = a.k + row * a.k_stride + head * head_dim_;
+            const float* value = a.v + row * a.v_stride + head * head_dim_;
+            store(rotated(a, key, position, rotated_.data()), value, slot, static_cast<Number*>(a.k_cache) + to,
+                  static_cast<Number*>(a.v_cache) + to);
         }
     }
 
 private:
     // key, value [head_dim], into slot `slot`.
     void store(const float* key, const float* value, int64_t slot, Number* keys, Number* values) {
-        const float key_scale = store_rounded(key, head_dim_, key_.data());
-        const float value_scale = store_rounded(value, head_dim_, value_.data());
-        if constexpr (HeadLayout<Format>::kScale > 0) {
-            const bool finite = std::isfinite(key_scale) && std::isfinite(value_scale);
-            const float scales[2] = {finite ? key_scale : NAN, finite ? value_scale : NAN};
-            std::memcpy(keys + layout_.scale(slot), &scales[0], sizeof(float));
-            std::memcpy(values + layout_.scale(slot), &scales[1], sizeof(float));
+        Number *own_keys = keys + layout_.key_token(slot), *own_values = values + layout_.value_token(slot);
+        if constexpr (std::is_same_v<Number, float>) {
+            scatter(key, value, own_keys, own_values);
+        } else {
+            const float key_scale = store_rounded(key, head_dim_, key_.data());
+            const float value_scale = store_rounded(value, head_dim_, value_.data());
+            scatter(key_.data(), value_.data(), own_keys, own_values);
+            if constexpr (HeadLayout<Format>::kScale > 0) {
+                const bool finite = std::isfinite(key_scale) && std::isfinite(value_scale);
+                const float scales[2] = {finite ? key_scale : NAN, finite ? value_scale : NAN};
+                std::memcpy(keys + layout_.scale(slot), &scales[0], sizeof(float));
+                std::memcpy(values + layout_.scale(slot), &scales[1], sizeof(float));
+            }
         }
+    }
+
+    // key, value [width]
+    void scatter(const Number* key, const Number* value, Number* keys, Number* values) const {
         constexpr int pack = Format::kPack;
-        const int64_t width = layout_.width, key_step = layout_.granule * pack, value_step = layout_.value_pack();
-        keys += layout_.key_token(slot);
-        values += layout_.value_token(slot);
-        for (int64_t d = 0; d < width; d += pack, keys += key_step) std::memcpy(keys, &key_[d], pack * sizeof *keys);
-        for (int64_t d = 0; d < width; ++d, values += value_step) *values = value_[d];
+        const int64_t width = layout_.width, key_step = layout_.granule, value_step = layout_.value_pack();
+        for (int64_t d = 0; d < width; d += pack) std::memcpy(keys + d * key_step, key + d, pack * sizeof *keys);
+        for (int64_t d = 0; d < width; ++d) values[d * value_step] = value[d];
     }
 
     HeadLayout<Format> layout_{1, 1};

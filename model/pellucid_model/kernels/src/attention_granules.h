@@ -10,6 +10,7 @@ namespace {
 
 constexpr int kBlock = 128;  // keys per partial softmax
 constexpr int kGranules = kBlock / kGranule;
+constexpr int64_t kSmallBlock = 16 << 10;  // bytes of a key block's keys and values, two of which the nearest cache holds
 constexpr int kSomeLines = 48;  // to be prefetched between two products of attention, for each row
 
 // The granules of a key block, of one kv head.
@@ -36,15 +37,18 @@ public:
         kv_head_ = kv_head;
         layout_ = HeadLayout<Format>(a_->head_dim, a_->block_size);
         nothing_.resize(kGranule * layout_.stride);
+        is_small_ = 2 * kBlock * layout_.stride * static_cast<int64_t>(sizeof(Number)) <= kSmallBlock;
     }
 
     // Finds the granules of the keys from position `start` on, of which rows see `local` (from start), `seen` in all,
     // and those of the block that is needed next. False if the table does not hold one that a row sees.
     bool find(int32_t start, Range seen, const std::vector<Range>& local, const KeyBlock& next) {
-        for (int32_t g = seen.begin / kGranule; g * kGranule < seen.end; ++g) {
+        const int begin = seen.begin / kGranule, end = (seen.end + kGranule - 1) / kGranule;
+        if (layout_.granule == kGranule) find_granules({sequence_, kv_head_, start, 0}, begin, end, here);
+        for (int g = begin; g < end; ++g) {
             if (layout_.granule < kGranule) {
                 if (!collect_granule(start, seen, local, g)) return false;
-            } else if (!find_granule({sequence_, kv_head_, start, 0}, g, here)) {
+            } else if (!here.keys[g]) {
                 if (is_seen(local, {g * kGranule, (g + 1) * kGranule})) return false;
                 here.keys[g] = here.values[g] = nothing_.data();  // in a gap between what the rows see
             }
@@ -52,6 +56,11 @@ public:
         find_ahead(next);
         return true;
     }
+
+    // What the products with this block's keys and with its values prefetch, granule by granule: of large blocks these
+    // values, which are needed soon, and the keys ahead; fetch_some does the rest. Of small ones keys and values ahead.
+    const Number* const* fetched_with_keys() const { return is_small_ ? ahead.keys : here.values; }
+    const Number* const* fetched_with_values() const { return is_small_ ? ahead.values : ahead.keys; }
 
     // Prefetches a little more of what is ahead, keys before values. To be called wherever nothing is read from memory,
     // so that it works all the time.
@@ -85,20 +94,27 @@ private:
     }
 
     // The cache block that holds a position of a sequence, or -1.
-    int64_t block_of(int64_t sequence, int64_t position) const {
-        const int64_t index = position / a_->block_size;
+    int64_t block_of(int64_t sequence, int64_t position) const { return block_at(sequence, position / a_->block_size); }
+
+    int64_t block_at(int64_t sequence, int64_t index) const {
         if (index >= a_->table_width) return -1;
         const int32_t block = a_->block_tables[sequence * a_->table_width + index];
         return block < a_->blocks ? block : -1;
     }
 
-    bool find_granule(const KeyBlock& keys, int g, Granules<Number>& granules) const {
-        const int64_t position = keys.start + g * kGranule, block = block_of(keys.sequence, position);
-        if (block < 0) return false;
-        const int64_t at = layout_.head(*a_, block, keys.kv_head) + position % a_->block_size * layout_.stride;
-        granules.keys[g] = static_cast<const Number*>(a_->k_cache) + at;
-        granules.values[g] = static_cast<const Number*>(a_->v_cache) + at;
-        return true;
+    // Finds granules [begin, end) of a key block; null: the table does not hold it.
+    void find_granules(const KeyBlock& keys, int begin, int end, Granules<Number>& granules) const {
+        const int64_t position = keys.start + begin * kGranule, size = a_->block_size;
+        int64_t index = position / size, slot = position % size, block = block_at(keys.sequence, index);
+        for (int g = begin; g < end; ++g) {
+            const int64_t at = layout_.head(*a_, block, keys.kv_head) + slot * layout_.stride;
+            granules.keys[g] = block < 0 ? nullptr : static_cast<const Number*>(a_->k_cache) + at;
+            granules.values[g] = block < 0 ? nullptr : static_cast<const Number*>(a_->v_cache) + at;
+            slot += kGranule;
+            if (slot < size) continue;
+            slot = 0;
+            block = block_at(keys.sequence, ++index);
+        }
     }
 
     // Puts a granule together from blocks that are smaller. False if one that a row sees is not held.
@@ -123,11 +139,12 @@ private:
 
     // What to prefetch, where there is any.
     void find_ahead(const KeyBlock& next) {
-        skip_to(0);
-        for (int g = 0; g < kGranules; ++g) {
-            const bool is_needed = next.start + g * kGranule < next.end && layout_.granule == kGranule;
-            if (!is_needed || !find_granule(next, g, ahead)) ahead.keys[g] = ahead.values[g] = nothing_.data();
-        }
+        skip_to(is_small_ ? 2 * kGranules : 0);
+        const int needed = std::clamp((next.end - next.start + kGranule - 1) / kGranule, 0, kGranules);
+        const int end = layout_.granule == kGranule ? needed : 0;
+        if (end > 0) find_granules(next, 0, end, ahead);
+        for (int g = 0; g < kGranules; ++g)
+            if (g >= end || !ahead.keys[g]) ahead.keys[g] = ahead.values[g] = nothing_.data();
     }
 
 public:
@@ -139,6 +156,7 @@ private:
     HeadLayout<Format> layout_{1, 1};
     std::vector<Number> collected_;  // granules of small blocks
     std::vector<Number> nothing_;    // a granule of zeros
+    bool is_small_ = false;
     int fetched_ = 2 * kGranules;    // granules of what is ahead, keys and values
     int64_t fetched_bytes_ = 0;      // of the one that follows
 };

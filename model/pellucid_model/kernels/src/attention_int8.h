@@ -154,7 +154,7 @@ private:
 #pragma GCC unroll 4
         for (int v = 0; v < Vectors; ++v) {
             product.bytes[v] = block.here.keys[first + v];
-            product.ahead[v] = block.here.values[first + v];
+            product.ahead[v] = block.fetched_with_keys()[first + v];
             prefetch_to_l2(product.ahead[v] + kGranule * width_);
             scales[v] = load(reinterpret_cast<const float*>(product.bytes[v] + kGranule * width_));
         }
@@ -242,9 +242,9 @@ private:
 #pragma GCC unroll 4
             for (int v = 0; v < Vectors; ++v) {
                 product.bytes[v] = block_->here.values[g] + 4 * (d + 16 * v);
-                product.ahead[v] = block_->ahead.keys[g] + 4 * (d + 16 * v);
+                product.ahead[v] = block_->fetched_with_values()[g] + 4 * (d + 16 * v);
             }
-            if (d == 0) prefetch_to_l2(block_->ahead.keys[g] + kGranule * width_);
+            if (d == 0) prefetch_to_l2(block_->fetched_with_values()[g] + kGranule * width_);
             accumulate(product, 0, kGranule / 4, sums);
         }
 #pragma GCC unroll 16

@@ -22,7 +22,7 @@ struct ScoreProduct {
     PELLUCID_INLINE auto left(int r, int64_t k) const { return Format::left_pack(q + r * width + k * Format::kPack); }
     PELLUCID_INLINE auto right(int64_t k, int v) const {
         const int64_t offset = k * kGranule * Format::kPack;
-        prefetch_to_l2(ahead[v] + offset);
+        prefetch(ahead[v] + offset);
         return Format::right_packs(keys[v] + offset);
     }
     template <class Pack>
@@ -54,7 +54,7 @@ public:
         const auto take = [&]<int Most, int Vectors>() {
             with_rows<Most>(count, [&](auto height) {
                 const ScoreProduct<Format> product{&q_[row * width_], width_, block.here.keys + first,
-                                                   block.here.values + first};
+                                                   block.fetched_with_keys() + first};
                 score_granules<height, Vectors>(product, scores + kGranule * first);
             });
             first += Vectors;

@@ -26,7 +26,7 @@ struct ValueProduct {
     }
     PELLUCID_INLINE auto right(int64_t k, int v) const {
         const int64_t offset = (k * width + kGranule * v) * Format::kPack;
-        prefetch_to_l2(ahead + offset);
+        prefetch(ahead + offset);
         if constexpr (Whole) return Format::right_packs(values + offset);
         return Format::right_packs(values + offset, count);
     }
@@ -181,7 +181,7 @@ private:
                                                     float* memory) const {
         using Product = ValueProduct<Format, false>;
         const auto product = [&](int chain) {
-            return Product{weights + (g + chain) * kGranule, values[g + chain], block_->ahead.keys[g + chain], width_,
+            return Product{weights + (g + chain) * kGranule, values[g + chain], block_->fetched_with_values()[g + chain], width_,
                            static_cast<int>(a_->head_dim)};
         };
         const Product products[kChains] = {product(0), product(1), product(2), product(3)};
@@ -216,7 +216,7 @@ private:
             for (int v = 0; v < Vectors; ++v) sums[r][v] = load(memory + r * stride_ + 16 * v);
         for (int g = keys.begin / kGranule; g * kGranule < keys.end; ++g) {
             const ValueProduct<Format, Whole> product{weights + g * kGranule, values[g] + d * Format::kPack,
-                                                      block_->ahead.keys[g] + d * Format::kPack, width_,
+                                                      block_->fetched_with_values()[g] + d * Format::kPack, width_,
                                                       static_cast<int>(a_->head_dim - d)};
             const Range packs = keys.clip(g * kGranule, (g + 1) * kGranule).from(g * kGranule);
             if (packs.size() == kGranule)

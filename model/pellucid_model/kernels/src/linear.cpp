@@ -91,6 +91,14 @@ public:
         return takes_floats(a) ? 0 : a.rows * Format::left_per_row(a.inputs) * static_cast<int64_t>(sizeof(Left));
     }
 
+    FirstWeights first_weights(int worker) const {
+        if (!reads_once() || worker >= threads_) return {};
+        const Run visit = first_visit(run_at(first_unit(worker, runs_each_ * threads_, threads_)));
+        const Weights weights = read(visit);
+        const std::byte* first = weights.gate ? weights.gate : weights.weights;
+        return {first, first + (a_.rows <= Format::kWideRows ? half(visit) : 0) * panel_bytes_};
+    }
+
 private:
     static int matrices(const LinearLayer& layer) { return layer.gate_weight ? 2 : 1; }
 
@@ -213,15 +221,17 @@ private:
         return next->first_read(next->run_at(unit % run_count));
     }
 
+    static int64_t half(const Run& visit) { return (visit.last - visit.first) / 2; }
+
     // A visit of rows [row, row + count). Few rows take two panels at once, to keep the multipliers busy: one of each
     // half, so that both are read on and on to the end.
     void block(const Run& visit, int64_t row, int64_t count, Fetching& fetching) const {
         int64_t panel = visit.first;
         if (count <= Format::kWideRows)
             with_rows<Format::kWideRows>(count, [&](auto height) {
-                const int64_t half = (visit.last - visit.first) / 2, middle = visit.first + half;
-                for (; panel < middle; ++panel) tile<height, 4>(*visit.layer, row, panel, half, fetching);
-                panel = middle + half;
+                const int64_t middle = visit.first + half(visit);
+                for (; panel < middle; ++panel) tile<height, 4>(*visit.layer, row, panel, half(visit), fetching);
+                panel = middle + half(visit);
             });
         with_rows<Format::kRows>(count, [&](auto height) {
             for (; panel < visit.last; ++panel) tile<height, 2>(*visit.layer, row, panel, 0, fetching);
@@ -311,6 +321,10 @@ void run_plain(WeightFormat format, const float* x, const void* weight, const fl
 
 int64_t prepared_bytes(const LinearArguments& arguments) {
     return with_format(arguments, [&](auto format) { return Linear<decltype(format)>::prepared_bytes(arguments); });
+}
+
+FirstWeights first_weights(const LinearArguments& arguments, int worker) {
+    return with_format(arguments, [&](auto format) { return Linear<decltype(format)>(arguments).first_weights(worker); });
 }
 
 }  // namespace pellucid

@@ -1,6 +1,7 @@
 // What the fused operator takes: one or several linear layers of the same x, with what stands before and after them.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 namespace pellucid {
@@ -38,5 +39,12 @@ struct LinearArguments {
 };
 
 int64_t prepared_bytes(const LinearArguments& arguments);
+
+// Where thread `worker` begins to read the weights, in two places where it reads them side by side, else in the same. Null
+// where there are more rows than wait for memory.
+struct FirstWeights {
+    const std::byte *first = nullptr, *second = nullptr;
+};
+FirstWeights first_weights(const LinearArguments& arguments, int worker);
 
 }  // namespace pellucid

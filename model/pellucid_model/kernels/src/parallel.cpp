@@ -28,6 +28,7 @@ namespace {
 
 using Call = void (*)(void*, int);
 using UnitCall = void (*)(void*, int64_t, int);
+using WaitCall = bool (*)(void*);
 
 constexpr int kMostThreads = 256;
 
@@ -93,6 +94,12 @@ struct Membership {
     Pool* pool = nullptr;
     int threads = 0, member = 0;
     uint32_t job = 0, round = 0;
+    WaitCall while_waiting = nullptr;
+    void* waiting_context = nullptr;
+
+    void wait_a_little() const {
+        if (!while_waiting || !while_waiting(waiting_context)) relax();
+    }
 };
 
 thread_local Membership own;
@@ -138,11 +145,11 @@ public:
         };
         for (int i = 0; i < threads && member < threads; ++i) {
             const int owner = (member + i) % threads;
-            for (int spins = 0; i > 0 && spins < kSpinsBeforeHelp && !is_over(owner); ++spins) relax();
+            for (int spins = 0; i > 0 && spins < kSpinsBeforeHelp && !is_over(owner); ++spins) own.wait_a_little();
             if (!is_over(owner)) drain(owner);
         }
         for (int owner = 0; owner < threads; ++owner)
-            for (int spins = 1; !is_over(owner); ++spins) spins % kSpins == 0 ? step_out() : relax();
+            for (int spins = 1; !is_over(owner); ++spins) spins % kSpins == 0 ? step_out() : own.wait_a_little();
     }
 
 private:
@@ -234,6 +241,11 @@ void run_team(int threads, Call call, void* context) {
 }
 
 Standing standing() { return own.standing; }
+
+void while_waiting(WaitCall call, void* context) {
+    own.while_waiting = call;
+    own.waiting_context = context;
+}
 
 void share_units(int threads, int64_t units, UnitCall call, void* context) {
     own.pool->share(threads, units, call, context);

@@ -18,6 +18,10 @@ void run_team(int threads, void (*call)(void*, int), void* context);
 enum class Standing { kOutside, kMember, kInUnit };
 Standing standing();
 
+// What this member does over and over while it waits for others, until it is told something else or leaves the team: a
+// little at a time. False: there is nothing to do. Null: nothing.
+void while_waiting(bool (*call)(void*), void* context);
+
 // A member's part in one such call: see for_each_unit.
 void share_units(int threads, int64_t units, void (*call)(void*, int64_t, int), void* context);
 

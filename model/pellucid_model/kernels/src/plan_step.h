@@ -219,7 +219,30 @@ private:
             next = linear_arguments(*following);
             arguments.next = &next;
         }
+        begin_waiting(following);
         pellucid_fused_linear(&arguments);
+    }
+
+    // From now on this thread waits for the linear layer `next`.
+    void begin_waiting(const Instruction* next) {
+        waiting_for_ = next < end_ ? next : nullptr;
+        fetched_ = -1;
+        while_waiting([](void* step) { return static_cast<Step*>(step)->fetch_weights(); }, this);
+    }
+
+    // Prefetches a little of what that begins with: of few rows memory has nothing else to do meanwhile.
+    bool fetch_weights() {
+        if (!waiting_for_ || fetched_ >= kFetchedBytes) return false;
+        if (fetched_ < 0) {
+            weights_ = first_weights(linear_arguments(*waiting_for_), member_);
+            fetched_ = weights_.first ? 0 : kFetchedBytes;
+            return true;
+        }
+        for (const int64_t end = fetched_ + 128; fetched_ < end; fetched_ += 64) {
+            prefetch_to_l2(weights_.first + fetched_);
+            prefetch_to_l2(weights_.second + fetched_);
+        }
+        return true;
     }
 
     void normalize(const Instruction& i, int64_t rows) const {
@@ -290,6 +313,7 @@ private:
 
     static constexpr int64_t kRowsForReading = 17;
     static constexpr int64_t kMostReadBytes = 4 << 20;
+    static constexpr int64_t kFetchedBytes = 8 << 10;  // in each place
 
     const Batch& batch_;
     const Instruction* const end_;
@@ -298,6 +322,9 @@ private:
     int64_t keys_ = 0;  // that all rows see, if they see all before them
     const Instruction* reading_for_ = nullptr;  // the attention that `reading_` is of
     std::optional<CacheReading> reading_;
+    const Instruction* waiting_for_ = nullptr;  // a linear layer
+    FirstWeights weights_;                      // of that one; once fetched_ is not negative
+    int64_t fetched_ = -1;
 };
 
 }  // namespace
