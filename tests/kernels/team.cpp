@@ -3,8 +3,8 @@
 //     team MOST_THREADS CALLERS SECONDS SEED
 //
 // A program is a row of rounds, each of which shares units out, and every unit needs all units of the round before.
-// Members come late, are slow, or end early, and units call for further threads. What is shared is not atomic, so that
-// the thread sanitizer sees whether the team orders it.
+// Members come late, are slow, end early, or do something while they wait, and units call for further threads. What is
+// shared is not atomic, so that the thread sanitizer sees whether the team orders it.
 #include "parallel.h"
 
 #include <algorithm>
@@ -40,6 +40,7 @@ struct Program {
     std::deque<Round> rounds;
     std::atomic<bool> has_ended{false};   // the caller has been told so
     std::atomic<int> done_by_helpers{0};  // units
+    std::atomic<int64_t> waits{0};
 
     Program(uint32_t seed, int most_threads) : seed(seed) {
         std::mt19937 random(seed);
@@ -103,7 +104,30 @@ void do_unit(Program& program, size_t place, int64_t unit, int worker) {
     round.is_busy[worker].store(false, std::memory_order_relaxed);
 }
 
+// What a member does while it waits, in every other round.
+struct Waiting {
+    Program& program;
+    const std::thread::id here = std::this_thread::get_id();
+    bool is_told = false;
+
+    explicit Waiting(Program& program) : program(program) {}
+
+    void begin_round(size_t place) {
+        is_told = place % 2 == 0;
+        while_waiting(is_told ? call : nullptr, this);
+    }
+
+    static bool call(void* context) {
+        auto& own = *static_cast<Waiting*>(context);
+        own.program.expect(own.is_told, "a member does while it waits what it was told to do before");
+        own.program.expect(std::this_thread::get_id() == own.here, "a thread does what another one was told");
+        own.program.expect(standing() == Standing::kMember, "a thread waits in a unit, or in no team");
+        return own.program.waits.fetch_add(1, std::memory_order_relaxed) % 3 > 0;
+    }
+};
+
 void be_member(Program& program, int member) {
+    Waiting waiting(program);
     program.expect(0 <= member && member < program.threads, "a member's number is out of range");
     for (size_t place = 0; place < program.rounds.size(); ++place) {
         if (member == program.leaver && static_cast<int>(place) == program.leaves_at) return;
@@ -111,6 +135,7 @@ void be_member(Program& program, int member) {
         const Standing expected = program.threads > 1 ? Standing::kMember : Standing::kOutside;
         program.expect(standing() == expected, "a thread does not know where it stands");
         Round& round = program.rounds[place];
+        waiting.begin_round(place);
         for_each_unit(round.threads, round.units(),
                       [&, place](int64_t unit, int worker) { do_unit(program, place, unit, worker); });
         for (const int done : round.done) program.expect(done != 0, "a member goes on before all units are done");
@@ -122,13 +147,13 @@ void be_member(Program& program, int member) {
 
 struct Total {
     std::mutex mutex;
-    int64_t programs = 0, units = 0, by_helpers = 0;
+    int64_t programs = 0, units = 0, by_helpers = 0, waits = 0;
 };
 
 void call(int most_threads, double seconds, uint32_t seed, Total& total) {
     constexpr size_t kMostPrograms = 20'000;
     auto& programs = *new std::deque<Program>;  // they stay, for a member that comes too late
-    int64_t units = 0, by_helpers = 0;
+    int64_t units = 0, by_helpers = 0, waits = 0;
     const auto until = std::chrono::steady_clock::now() + std::chrono::duration<double>(seconds);
     while (programs.size() < kMostPrograms && std::chrono::steady_clock::now() < until) {
         Program& program = programs.emplace_back(seed++, most_threads);
@@ -140,12 +165,14 @@ void call(int most_threads, double seconds, uint32_t seed, Total& total) {
             units += round.units();
         }
         by_helpers += program.done_by_helpers;
+        waits += program.waits;
         dawdle();
     }
     const std::lock_guard<std::mutex> lock(total.mutex);
     total.programs += static_cast<int64_t>(programs.size());
     total.units += units;
     total.by_helpers += by_helpers;
+    total.waits += waits;
 }
 
 }  // namespace
@@ -159,7 +186,8 @@ int main(int, char** arguments) {
     for (int i = 0; i < callers; ++i)
         threads.emplace_back([&, own = seed + 1'000'000u * i] { call(most_threads, seconds, own, total); });
     for (std::thread& thread : threads) thread.join();
-    std::printf("%lld programs, %lld units, %lld of them by helpers\n", static_cast<long long>(total.programs),
-                static_cast<long long>(total.units), static_cast<long long>(total.by_helpers));
+    std::printf("%lld programs, %lld units, %lld of them by helpers, %lld waits\n",
+                static_cast<long long>(total.programs), static_cast<long long>(total.units),
+                static_cast<long long>(total.by_helpers), static_cast<long long>(total.waits));
     return 0;
 }
