@@ -192,7 +192,7 @@ int32_t paged_attention(const Arguments& a) {
             own.attention.run(a, status, tile, unit.kv_head, next, write);
         else
             own.attention.run_part(a, status, tile, unit.kv_head, next, write, unit.begin, unit.end,
-                               partials + unit.partials);
+                                   partials + unit.partials);
     });
     const auto split = static_cast<int64_t>(units.split.size());
     if (split == 0) return status;

@@ -181,7 +181,8 @@ private:
                                                     float* memory) const {
         using Product = ValueProduct<Format, false>;
         const auto product = [&](int chain) {
-            return Product{weights + (g + chain) * kGranule, values[g + chain], block_->fetched_with_values()[g + chain], width_,
+            const int at = g + chain;
+            return Product{weights + at * kGranule, values[at], block_->fetched_with_values()[at], width_,
                            static_cast<int>(a_->head_dim)};
         };
         const Product products[kChains] = {product(0), product(1), product(2), product(3)};
