@@ -10,7 +10,7 @@ from typing import get_args
 
 import pytest
 
-from pellucid.v1.inference_pb2 import FinishReason
+from pellucid.v1.inference_pb2 import FinishReason, GenerateResponse
 from pellucid_server import errors
 from pellucid_server.delivery import LOGPROB_BYTES, MAX_MESSAGE_BYTES, TOKEN_BYTES, DeliveryRules, Patience
 from pellucid_server.engine.messages import (
@@ -24,7 +24,7 @@ from pellucid_server.engine.messages import (
     TokenLogprob,
 )
 from pellucid_server.live_request import EngineOptions, LiveRequest, Plan
-from pellucid_server.rpc.messages import delta
+from pellucid_server.rpc.messages import fill_outputs
 from pellucid_server.served import DefaultSampling, ServedModel
 from pellucid_server.text.stream import Delta, TextStream
 from pellucid_testing.live_requests import TOKENIZER, Bench
@@ -338,5 +338,7 @@ async def test_every_end_of_the_engine_is_told_and_counted(kind: FinishKind) -> 
     assert request.end is not None
     assert sum(bench.finished().values()) == 1
     if request.end.error is None:
-        (output,) = delta(request.outbox.take(), MODEL).outputs
+        response = GenerateResponse()
+        fill_outputs(response, request.outbox.take(), MODEL)
+        (output,) = response.outputs
         assert FinishReason.Name(output.finish.reason) == f"FINISH_REASON_{kind.upper()}"

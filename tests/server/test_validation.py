@@ -13,12 +13,13 @@ from pellucid_model.tokenizers import CharacterTokenizer, ChatTemplate
 from pellucid_server.chat import ChatPrompter
 from pellucid_server.checkpoint_info import SamplingDefaults
 from pellucid_server.engine.messages import Constraint, LogprobWish
-from pellucid_server.errors import InvalidRequest, ModelNotFound, UnsupportedField
+from pellucid_server.errors import InvalidRequest, ModelNotFound, QueueFull, UnsupportedField
 from pellucid_server.live_request import NO_OPTIONS
 from pellucid_server.planning import ContextWish
-from pellucid_server.rpc.inference import prompt_tokens
+from pellucid_server.rpc.inference import SHORT_TEXT, prompt_tokens, tokenized
 from pellucid_server.rpc.validation import GenerateSpec, validate_generate
 from pellucid_server.served import DefaultSampling, ServedModel, default_sampling
+from pellucid_server.text_pool import TextPool
 
 VOCAB = 20
 TOKENIZER = CharacterTokenizer.train(["abcdefghijklmnop"])
@@ -371,3 +372,16 @@ def test_chat_needs_a_template_and_messages() -> None:
     request.chat.ClearField("messages")
     with pytest.raises(InvalidRequest, match=r"chat\.messages: has 0 entries; accepted: 1 to 1024"):
         validate_generate(request, speaking)
+
+
+async def test_only_what_takes_long_is_tokenized_in_a_thread() -> None:
+    full = TextPool(0)  # It refuses whatever comes.
+    for fields in (
+        {"token_ids": {"ids": [5] * 10_000}, "context": {"overflow": "CONTEXT_OVERFLOW_TRUNCATE"}},
+        {"text": "a" * SHORT_TEXT},
+    ):
+        spec = validate(**fields)
+        assert await tokenized(model(), spec, full) == prompt_tokens(model(), spec)
+    with pytest.raises(QueueFull):
+        await tokenized(model(), validate(text="a" * (SHORT_TEXT + 1)), full)
+    full.close()

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import grpc
 from google.protobuf.message import Message
@@ -82,8 +81,7 @@ def _as_it_is(value: object) -> object:
     return value
 
 
-@dataclass(frozen=True)
-class _Wish:
+class _Wish(NamedTuple):
     """A value for the field at `path`; `convert` turns it into what the field holds."""
 
     path: str

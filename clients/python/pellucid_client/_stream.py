@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Protocol
 
 import grpc
@@ -12,7 +12,7 @@ import grpc
 from pellucid.v1 import inference_pb2
 from pellucid_client._retry import Retries
 from pellucid_client.errors import Cancelled, InternalError, PellucidError
-from pellucid_client.results import Chunk, Completion, Finish, Output, PromptInfo, Timings, TokenLogprob, Usage
+from pellucid_client.results import Chunk, Completion, Finish, Output, PromptInfo, Timings, Usage
 
 
 class _Call(Protocol):
@@ -43,12 +43,13 @@ class StreamBase:
         self._began = False
         self._chunks: deque[Chunk] = deque()
         """Those of messages that have come and been counted, not handed out yet."""
-        self._outputs: dict[int, _Sum] = {}
+        self._outputs: dict[int, list[Chunk]] = {}
+        """All of them, by sequence."""
         self._prompt_message: inference_pb2.PromptInfo | None = None
+        self._usage_message: inference_pb2.Usage | None = None
+        self._timings_message: inference_pb2.Timings | None = None
         self._prompt: PromptInfo | None = None
-        """Made of it once somebody asks: few do, and it takes longer than a chunk."""
-        self._usage: Usage | None = None
-        self._timings: Timings | None = None
+        """Made of its message, like usage and timings, once somebody asks: few do, and it takes longer than a chunk."""
 
     @property
     def prompt(self) -> PromptInfo | None:
@@ -60,32 +61,32 @@ class StreamBase:
     @property
     def text(self) -> str:
         """The text so far, of the first sequence."""
-        return self._sum(0).text
+        return _text(self._outputs.get(0, ()))
 
     @property
     def token_ids(self) -> tuple[int, ...]:
         """The token ids so far, of the first sequence."""
-        return tuple(self._sum(0).token_ids)
+        return _token_ids(self._outputs.get(0, ()))
 
     @property
     def finish(self) -> Finish | None:
         """Why the first sequence ended; None before its last chunk."""
-        return self._sum(0).finish
+        return _finish(self._outputs.get(0, ()))
 
     @property
     def outputs(self) -> tuple[Output, ...]:
         """Every sequence so far, in their order."""
-        return tuple(self._outputs[index].output() for index in sorted(self._outputs))
+        return tuple(_output(self._outputs[index]) for index in sorted(self._outputs))
 
     @property
     def usage(self) -> Usage | None:
         """None before the last chunk."""
-        return self._usage
+        return None if self._usage_message is None else Usage.from_message(self._usage_message)
 
     @property
     def timings(self) -> Timings | None:
         """None before the last chunk."""
-        return self._timings
+        return None if self._timings_message is None else Timings.from_message(self._timings_message)
 
     def cancel(self) -> None:
         """Ends the request in the server. Reading on raises Cancelled; after the end it does nothing."""
@@ -95,7 +96,7 @@ class StreamBase:
     @property
     def _is_whole(self) -> bool:
         """Whether the last message has come. A connection that breaks after it takes nothing from the answer."""
-        return self._usage is not None
+        return self._usage_message is not None
 
     def _restart(self) -> None:
         """Begins the next attempt."""
@@ -113,49 +114,38 @@ class StreamBase:
         if message.HasField("prompt"):
             self._prompt_message = message.prompt
         if message.HasField("usage"):
-            self._usage = Usage.from_message(message.usage)
+            self._usage_message = message.usage
         if message.HasField("timings"):
-            self._timings = Timings.from_message(message.timings)
+            self._timings_message = message.timings
         for output in message.outputs:
             chunk = Chunk.from_message(output)
-            self._sum(chunk.index).add(chunk)
+            self._outputs.setdefault(chunk.index, []).append(chunk)
             self._chunks.append(chunk)
-
-    def _sum(self, index: int) -> _Sum:
-        found = self._outputs.get(index)
-        if found is None:
-            found = self._outputs[index] = _Sum()
-        return found
 
     def _completion(self) -> Completion:
         """The whole answer, once the stream has ended. Raises InternalError where its end is missing."""
-        prompt = self.prompt
-        if prompt is None or self.finish is None or self._usage is None or self._timings is None:
+        prompt, finish, usage, timings = self.prompt, self.finish, self.usage, self.timings
+        if prompt is None or finish is None or usage is None or timings is None:
             raise InternalError("the stream ended without prompt, finish, usage or timings; is this a Pellucid server?")
-        return Completion(self.outputs, self.finish, prompt, self._usage, self._timings)
+        return Completion(self.outputs, finish, prompt, usage, timings)
 
 
-@dataclass
-class _Sum:
+def _text(chunks: Sequence[Chunk]) -> str:
+    return "".join([chunk.text for chunk in chunks])
+
+
+def _token_ids(chunks: Sequence[Chunk]) -> tuple[int, ...]:
+    return tuple(chain.from_iterable(chunk.token_ids for chunk in chunks))
+
+
+def _finish(chunks: Sequence[Chunk]) -> Finish | None:
+    return chunks[-1].finish if chunks else None
+
+
+def _output(chunks: Sequence[Chunk]) -> Output:
     """One sequence so far."""
-
-    texts: list[str] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    finish: Finish | None = None
-
-    def add(self, chunk: Chunk) -> None:
-        self.texts.append(chunk.text)
-        self.token_ids += chunk.token_ids
-        self.logprobs += chunk.logprobs
-        self.finish = chunk.finish or self.finish
-
-    @property
-    def text(self) -> str:
-        return "".join(self.texts)
-
-    def output(self) -> Output:
-        return Output(self.text, tuple(self.token_ids), self.finish, tuple(self.logprobs))
+    logprobs = tuple(chain.from_iterable(chunk.logprobs for chunk in chunks))
+    return Output(_text(chunks), _token_ids(chunks), _finish(chunks), logprobs)
 
 
 def cancelled_here() -> Cancelled:

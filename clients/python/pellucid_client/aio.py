@@ -137,17 +137,18 @@ class AsyncClient:
             if credentials is None
             else grpc.aio.secure_channel(self.address, credentials, options)
         )
+        self._generate: grpc.aio.UnaryStreamMultiCallable[Message, inference_pb2.GenerateResponse]
+        self._generate = self._channel.unary_stream(
+            _calls.GENERATE_PATH, _calls.serialize, inference_pb2.GenerateResponse.FromString
+        )
 
     def generate(
         self, prompt: str | Sequence[int] | None = None, **options: Unpack[GenerateOptions]
     ) -> AsyncGenerateStream:
         """As `Client.generate`; only the stream is read with `async for`, or with `await stream.result()`."""
         request = generate_request(prompt, options)
-        call = self._channel.unary_stream(
-            _calls.GENERATE_PATH, _calls.serialize, inference_pb2.GenerateResponse.FromString
-        )
         return AsyncGenerateStream(
-            lambda timeout: self._start(call, request, timeout),
+            lambda timeout: self._start(self._generate, request, timeout),
             self._retries(options.get("timeout")),
             self.address,
         )

@@ -34,6 +34,10 @@ from pellucid_server.text_pool import TextPool
 SERVICE = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
 
 
+SHORT_TEXT = 256
+"""Characters of a prompt that is tokenized on the spot, which takes 0.1 ms at the most."""
+
+
 @dataclass(frozen=True)
 class InferenceService:
     """The handlers. `directory` knows the model once it is loaded."""
@@ -96,7 +100,7 @@ class InferenceService:
         return model, spec, request
 
     async def _serve(self, model: ServedModel, spec: GenerateSpec, request: LiveRequest, call: Call) -> None:
-        prompt = await self.pool.run(lambda: prompt_tokens(model, spec))
+        prompt = await tokenized(model, spec, self.pool)
         if spec.stop_strings and (stop_ids := model.stop_ids) is not None:
             request.watched_ids = await self.pool.run(lambda: stop_ids.of(spec.stop_strings))
         plan = make_plan(model, spec.wishes, prompt)
@@ -104,7 +108,8 @@ class InferenceService:
         if constraint is not None:
             await self.checks.run(lambda: check_constraint(constraint))
         self.table.start(request, plan, lambda: _text_stream(model, spec))
-        info = messages.prompt_info(model, spec, request, plan, prompt)
+        response = inference_pb2.GenerateResponse()
+        messages.fill_prompt_info(response.prompt, model, spec, request, plan, prompt)
         del prompt
         first = True
         while True:
@@ -112,12 +117,11 @@ class InferenceService:
             end = request.end
             if end is not None and end.error is not None:
                 raise end.error
-            response = messages.delta(request.outbox.take(), model)
+            messages.fill_outputs(response, request.outbox.take(), model)
             if first:
-                info.cached_token_count = request.cached_tokens
+                response.prompt.cached_token_count = request.cached_tokens
                 if request.prompt_logprobs:
-                    await asyncio.to_thread(messages.add_prompt_logprobs, info, request, model)
-                response.prompt.CopyFrom(info)
+                    await asyncio.to_thread(messages.add_prompt_logprobs, response.prompt, request, model)
                 first = False
             last = None if request.outbox.has_more else end
             if last is not None:
@@ -125,6 +129,7 @@ class InferenceService:
             await _write(call, response, request)
             if last is not None:
                 return
+            response = inference_pb2.GenerateResponse()
 
 
 async def _write(call: Call, response: inference_pb2.GenerateResponse, request: LiveRequest) -> None:
@@ -136,6 +141,13 @@ async def _write(call: Call, response: inference_pb2.GenerateResponse, request: 
             raise request.end.error from None
         raise
     request.outbox.written()
+
+
+async def tokenized(model: ServedModel, spec: GenerateSpec, pool: TextPool) -> list[int]:
+    """As prompt_tokens, in a thread where that takes longer than the way there and back."""
+    if spec.token_ids is not None or (spec.text is not None and len(spec.text) <= SHORT_TEXT):
+        return prompt_tokens(model, spec)
+    return await pool.run(lambda: prompt_tokens(model, spec))
 
 
 def prompt_tokens(model: ServedModel, spec: GenerateSpec) -> list[int]:

@@ -33,72 +33,76 @@ _OVERFLOWS = {
 }
 
 
-def prompt_info(
-    model: ServedModel, spec: GenerateSpec, request: LiveRequest, plan: Plan, prompt: list[int]
-) -> inference_pb2.PromptInfo:
+def fill_prompt_info(
+    info: inference_pb2.PromptInfo,
+    model: ServedModel,
+    spec: GenerateSpec,
+    request: LiveRequest,
+    plan: Plan,
+    prompt: list[int],
+) -> None:
     """Every value in force; what is known only once the prompt has run is added then."""
-    wishes = spec.wishes
-    sampling = scalars(plan.sampling)
+    info.request_id = request.request_id
+    info.model = model.name
+    info.prompt_token_count = plan.prompt_token_count
+    info.dropped_token_count = plan.dropped_token_count
+    if spec.return_prompt_token_ids:
+        info.token_ids.extend(prompt)
+    info.effective_max_new_tokens = effective_max_new_tokens(plan)
+    _fill_sampling(info.effective_sampling, spec, plan)
+    fill_context(info.effective_context, plan)
+    _fill_stopping(info.effective_stopping, spec, plan)
+
+
+def _fill_sampling(sampling: types_pb2.SamplingParams, spec: GenerateSpec, plan: Plan) -> None:
+    fill_scalars(sampling, plan.sampling)
     sampling.seed = plan.sampling.seed
     sampling.logit_bias.update(plan.sampling.logit_bias)
     sampling.allowed_token_ids.extend(plan.sampling.allowed_ids)
     sampling.sequence_count = spec.sequence_count
-    max_new_tokens = effective_max_new_tokens(plan)
-    stopping = inference_pb2.StoppingCriteria(
-        max_new_tokens=max_new_tokens,
-        min_new_tokens=plan.min_new_tokens,
-        stop_strings=spec.stop_strings,
-        stop_token_ids=sorted({*plan.eos_ids, *plan.stop_ids}),
-        include_stop_in_text=spec.include_stop_in_text,
-        ignore_eos=wishes.ignore_eos,
-    )
+
+
+def _fill_stopping(stopping: inference_pb2.StoppingCriteria, spec: GenerateSpec, plan: Plan) -> None:
+    stopping.max_new_tokens = effective_max_new_tokens(plan)
+    stopping.min_new_tokens = plan.min_new_tokens
+    stopping.stop_strings.extend(spec.stop_strings)
+    stopping.stop_token_ids.extend(sorted({*plan.eos_ids, *plan.stop_ids}))
+    stopping.include_stop_in_text = spec.include_stop_in_text
+    stopping.ignore_eos = spec.wishes.ignore_eos
     if spec.time_limit is not None:
-        stopping.time_limit.CopyFrom(duration(spec.time_limit))
-    return inference_pb2.PromptInfo(
-        request_id=request.request_id,
-        model=model.name,
-        prompt_token_count=plan.prompt_token_count,
-        dropped_token_count=plan.dropped_token_count,
-        token_ids=prompt if spec.return_prompt_token_ids else [],
-        effective_sampling=sampling,
-        effective_max_new_tokens=max_new_tokens,
-        effective_context=context_policy(plan),
-        effective_stopping=stopping,
-    )
+        fill_duration(stopping.time_limit, spec.time_limit)
 
 
-def context_policy(plan: Plan) -> inference_pb2.ContextPolicy:
+def fill_context(policy: inference_pb2.ContextPolicy, plan: Plan) -> None:
     """The policy in force, with its numbers where it slides."""
-    policy = inference_pb2.ContextPolicy(overflow=_OVERFLOWS[plan.overflow])
+    policy.overflow = _OVERFLOWS[plan.overflow]
     if plan.context.kind != "full":
         policy.window_tokens, policy.sink_tokens = plan.context.window, plan.context.sinks
     if plan.context.kind == "reencode":
         policy.hop_tokens = plan.context.hop
-    return policy
 
 
-def scalars(sampling: Sampling | DefaultSampling) -> types_pb2.SamplingParams:
+def fill_scalars(params: types_pb2.SamplingParams, sampling: Sampling | DefaultSampling) -> None:
     """The values that requests, operators and checkpoints may set alike."""
-    return types_pb2.SamplingParams(**{name: getattr(sampling, name) for name in SAMPLING})
+    for name in SAMPLING:
+        setattr(params, name, getattr(sampling, name))
 
 
 def add_prompt_logprobs(info: inference_pb2.PromptInfo, request: LiveRequest, model: ServedModel) -> None:
     info.logprobs.extend(token_logprob(entry, model) for entry in request.prompt_logprobs)
 
 
-def delta(batch: Batch, model: ServedModel) -> inference_pb2.GenerateResponse:
-    """A message with new output."""
+def fill_outputs(response: inference_pb2.GenerateResponse, batch: Batch, model: ServedModel) -> None:
+    """New output."""
     outputs = batch.outputs
     if len(outputs) > 1:
         news = {index: output for index, output in outputs.items() if output.has_content or output.end is not None}
         outputs = dict(sorted((news or outputs).items()))
-    response = inference_pb2.GenerateResponse()
     for index, output in outputs.items():
-        _fill(response.outputs.add(), index, output, model)
-    return response
+        _fill_output(response.outputs.add(), index, output, model)
 
 
-def _fill(message: inference_pb2.OutputDelta, index: int, output: Output, model: ServedModel) -> None:
+def _fill_output(message: inference_pb2.OutputDelta, index: int, output: Output, model: ServedModel) -> None:
     message.sequence_index = index
     message.text = output.text
     message.token_ids.extend(output.token_ids)
@@ -134,31 +138,26 @@ def complete(response: inference_pb2.GenerateResponse, request: LiveRequest, pla
     response.usage.prompt_token_count = plan.prompt_token_count
     response.usage.cached_token_count = request.cached_tokens
     response.usage.output_token_count = request.output_token_count
-    response.timings.CopyFrom(timings(request, end))
+    _fill_timings(response.timings, request, end)
     response.timings.window_move_count = window_moves(request, plan)
 
 
-def timings(request: LiveRequest, end: End) -> inference_pb2.Timings:
+def _fill_timings(timings: inference_pb2.Timings, request: LiveRequest, end: End) -> None:
     """Where the time went; phases that the request never reached are left unset."""
-    result = inference_pb2.Timings(
-        total_time=duration(end.at - request.admitted_at),
-        preemption_count=request.preemptions,
-        engine_recovery_count=request.recoveries,
-    )
-    if request.first_scheduled_at is None:
-        result.queue_time.CopyFrom(duration(end.at - request.admitted_at))
-        return result
-    first_token_at = end.at if request.first_token_at is None else request.first_token_at
-    result.queue_time.CopyFrom(duration(request.first_scheduled_at - request.admitted_at))
-    result.prefill_time.CopyFrom(duration(first_token_at - request.first_scheduled_at))
-    if request.first_token_at is not None and request.last_token_at is not None:
-        result.time_to_first_token.CopyFrom(duration(request.first_token_at - request.admitted_at))
-        result.decode_time.CopyFrom(duration(request.last_token_at - request.first_token_at))
-    return result
+    admitted_at, scheduled_at = request.admitted_at, request.first_scheduled_at
+    first_token_at, last_token_at = request.first_token_at, request.last_token_at
+    fill_duration(timings.total_time, end.at - admitted_at)
+    timings.preemption_count = request.preemptions
+    timings.engine_recovery_count = request.recoveries
+    fill_duration(timings.queue_time, (end.at if scheduled_at is None else scheduled_at) - admitted_at)
+    if scheduled_at is None:
+        return
+    fill_duration(timings.prefill_time, (end.at if first_token_at is None else first_token_at) - scheduled_at)
+    if first_token_at is not None and last_token_at is not None:
+        fill_duration(timings.time_to_first_token, first_token_at - admitted_at)
+        fill_duration(timings.decode_time, last_token_at - first_token_at)
 
 
-def duration(seconds: float) -> Duration:
-    """Seconds as a Duration; clock differences never make it negative."""
-    result = Duration()
-    result.FromNanoseconds(max(0, round(seconds * 1e9)))
-    return result
+def fill_duration(duration: Duration, seconds: float) -> None:
+    """Clock differences never make it negative; 0 counts as set."""
+    duration.seconds, duration.nanos = divmod(max(0, round(seconds * 1e9)), 10**9)

@@ -10,7 +10,7 @@ import grpc
 from pellucid.v1 import model_pb2
 from pellucid_server.rpc.calls import Call, Calls
 from pellucid_server.rpc.directory import Directory
-from pellucid_server.rpc.messages import scalars
+from pellucid_server.rpc.messages import fill_scalars
 from pellucid_server.rpc.validation import check_model_name
 from pellucid_server.served import ServedModel
 
@@ -39,17 +39,18 @@ class ModelService:
 
 
 def _describe(model: ServedModel) -> model_pb2.Model:
-    return model_pb2.Model(
+    described = model_pb2.Model(
         name=model.name,
         max_context_tokens=model.context_length,
         max_output_tokens=model.max_new_tokens_limit,
         vocab_size=model.vocab_size,
         eos_token_ids=model.eos_ids,
-        default_sampling=scalars(model.sampling),
         features=_features(model),
         tokenizer_sha256="" if model.tokenizer is None else model.tokenizer.sha256,
         max_top_logprobs=model.max_logprobs,
     )
+    fill_scalars(described.default_sampling, model.sampling)
+    return described
 
 
 def _features(model: ServedModel) -> Iterator[model_pb2.Feature]:

@@ -14,7 +14,7 @@ from pellucid_server.errors import ModelLoading
 from pellucid_server.readiness import Readiness
 from pellucid_server.requests import RequestTable
 from pellucid_server.rpc.calls import Call, Calls
-from pellucid_server.rpc.messages import duration
+from pellucid_server.rpc.messages import fill_duration
 from pellucid_server.settings import Settings
 
 SERVICE = server_pb2.DESCRIPTOR.services_by_name["ServerService"].full_name
@@ -45,11 +45,10 @@ class ServerService:
         engine = self.engine()
         if engine is None:
             raise ModelLoading("the model is still loading; try again shortly")
-        return server_pb2.GetServerInfoResponse(
+        info = server_pb2.GetServerInfoResponse(
             version=self.version,
             schema_revision=SCHEMA_REVISION,
             instance_id=self.instance_id,
-            uptime=duration(time.monotonic() - self.started_at),
             max_running_requests=self.settings.max_running,
             max_queued_requests=self.settings.max_queue,
             max_batched_tokens=self.settings.max_step_tokens,
@@ -60,6 +59,8 @@ class ServerService:
             kernels=engine.kernels,
             batch_invariant=engine.batch_invariant,
         )
+        fill_duration(info.uptime, time.monotonic() - self.started_at)
+        return info
 
     async def get_load(self, message: server_pb2.GetLoadRequest, call: Call) -> server_pb2.GetLoadResponse:
         stats, engine = self.table.stats, self.engine()

@@ -85,8 +85,9 @@ def validate_generate(request: inference_pb2.GenerateRequest, model: ServedModel
     check_model_name(request.model, model)
     violations = Violations()
     _check_request_id(violations, request.request_id, header_id)
-    _check_prompt(violations, request, model)
     prompt = request.WhichOneof("prompt") or ""
+    token_ids = request.token_ids.ids[:] if prompt == "token_ids" else None
+    _check_prompt(violations, request, token_ids or [], model)
     wishes = Wishes(
         prompt_field=PROMPT_FIELDS.get(prompt, "prompt"),
         sampling=validated_sampling(violations, request.sampling, model),
@@ -101,7 +102,7 @@ def validate_generate(request: inference_pb2.GenerateRequest, model: ServedModel
     _check_stopping(violations, request.stopping, wishes.max_new_tokens, model)
     spec = GenerateSpec(
         text=request.text if prompt == "text" else None,
-        token_ids=list(request.token_ids.ids) if prompt == "token_ids" else None,
+        token_ids=token_ids,
         chat=tuple((each.role, each.content) for each in request.chat.messages) if prompt == "chat" else None,
         open_answer=not request.chat.omit_generation_prompt,
         add_special_tokens=not request.omit_special_tokens,
@@ -126,14 +127,16 @@ def _check_request_id(violations: Violations, own: str, header_id: str) -> None:
     violations.check_bytes(field, request_id, 0, MAX_REQUEST_ID_BYTES)
 
 
-def _check_prompt(violations: Violations, request: inference_pb2.GenerateRequest, model: ServedModel) -> None:
+def _check_prompt(
+    violations: Violations, request: inference_pb2.GenerateRequest, token_ids: list[int], model: ServedModel
+) -> None:
     prompt = request.WhichOneof("prompt")
     if prompt is None:
         violations.add("prompt", "is missing; one of text, token_ids and chat is required")
     elif prompt == "text" and model.tokenizer is None:
         violations.unsupported("text", f"model {model.name!r} has no tokenizer; send token_ids")
     elif prompt == "token_ids":
-        violations.check_ids("token_ids.ids", request.token_ids.ids, model.vocab_size)
+        violations.check_ids("token_ids.ids", token_ids, model.vocab_size)
     elif prompt == "chat":
         _check_chat(violations, request.chat, model)
     if prompt in ("token_ids", "chat"):
