@@ -141,7 +141,7 @@ def test_a_crowd_has_the_tokens_of_single_steps(steppers: dict[str, Stepper], na
             longest = max(longest, *stepper.times)
 
     compare()
-    assert longest >= 10
+    assert longest > 2
 
 
 FIXED = [
@@ -406,6 +406,13 @@ def test_a_sequence_that_has_its_length_already_runs_once() -> None:
     step = run.scheduler.schedule(0.0, 32)
     run.scheduler.complete(step, [[Sampled(1002)]])
     assert (step.repeats, run.scheduler.idle) == (1, True)
+    found = Run.of(100, 4, 4, 64)
+    found.scheduler.submit(submit(2, 9, 90))
+    found.step()
+    found.scheduler.submit(submit(4, [102] * 7, 90, generated=[102, 1001], max_length=9))
+    found.scheduler.abort(2)
+    step = found.scheduler.schedule(0.0, 32)
+    assert (step.chunks[0].count, step.decodes, step.repeats) == (1, 1, 1)
 
 
 def test_blocks_that_are_cached_are_not_given_away_for_steps_that_may_not_run() -> None:

@@ -133,8 +133,9 @@ class BlockTables:
     def trim(self, sequence: SequenceState) -> None:
         """Give back the blocks in which nothing is computed."""
         count = self.pool.blocks_for(sequence.computed)
-        self.pool.release(sequence.blocks[count:])
-        del sequence.blocks[count:]
+        if len(sequence.blocks) > count:
+            self.pool.release(sequence.blocks[count:])
+            del sequence.blocks[count:]
 
     def publish(self, sequence: SequenceState) -> None:
         """Publish the blocks that have become full; only after the step that wrote them."""
@@ -162,7 +163,7 @@ class BlockTables:
     def move_window(self, sequence: SequenceState) -> None:
         """Let the window follow the sequence's last token: move a re-encoded view, or free what has rolled out."""
         context = sequence.request.context
-        if context.kind == "full" and not self.native_window:
+        if not self.native_window and (context.kind == "full" or len(sequence.tokens) <= context.window):
             return
         offset = context.offset(sequence.length - 1)
         if offset != sequence.offset:

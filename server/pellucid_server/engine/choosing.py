@@ -83,7 +83,7 @@ class Chooser:
         whose, self._due = self._due, []
         if not chunks:
             return []
-        if len(chunks) == len(logits):  # nobody has a draft
+        if len(chunks) == logits.shape[0]:  # nobody has a draft
             return [[one] for one in self._choose(whose, logits, 0)]
         begins = list(itertools.accumulate((chunk.sampled_rows for chunk in chunks), initial=0))
         chosen: list[list[Sampled]] = [[] for _ in chunks]
@@ -150,7 +150,7 @@ class Chooser:
         return [
             Sampled(None, end=self._end_without_token(memory, logits[row, : self._vocab_size]))
             if token is None
-            else Sampled(token, logprobs[row], _end_with(sequence, memory, token))
+            else Sampled(token, logprobs.get(row), _end_with(sequence, memory, token))
             for row, ((sequence, memory), token) in enumerate(zip(due, tokens, strict=True))
         ]
 
@@ -181,19 +181,17 @@ class Chooser:
 
     def _read(
         self, sequences: Sequence[SequenceState], tokens: Sequence[int | None], logits: Tensor
-    ) -> list[TokenLogprob | None]:
-        """The tokens' log-probabilities, where they are asked for."""
-        read: list[TokenLogprob | None] = [None] * len(tokens)
+    ) -> dict[int, TokenLogprob | None]:
+        """The tokens' log-probabilities, by row, where they are asked for."""
         asked = [
             (row, token, sequence.request.output_logprobs)
             for row, (sequence, token) in enumerate(zip(sequences, tokens, strict=True))
-            if token is not None and sequence.request.output_logprobs is not None
+            if sequence.request.output_logprobs is not None and token is not None
         ]
-        if asked:
-            rows, ids, wishes = (list(column) for column in zip(*asked, strict=True))
-            for row, entry in zip(rows, self.logprobs.read(logits[rows].cpu(), ids, wishes), strict=True):
-                read[row] = entry
-        return read
+        if not asked:
+            return {}
+        rows, ids, wishes = (list(column) for column in zip(*asked, strict=True))
+        return dict(zip(rows, self.logprobs.read(logits[rows].cpu(), ids, wishes), strict=True))
 
 
 def _row(sequence: SequenceState, memory: _Memory, ahead: int) -> SamplerRow:

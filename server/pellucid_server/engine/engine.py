@@ -145,8 +145,7 @@ class Engine:
 
     def _run(self, step: Step, connection: EngineConnection) -> None:
         """Run a step, book and report it."""
-        decoded = sum([chunk.count == 1 and chunk.samples and chunk.sequence.output_count > 0 for chunk in step.chunks])
-        phase = _phase(len(step.chunks), decoded)
+        phase = _phase(len(step.chunks), step.decodes)
         if phase != "decode":
             connection.flush()
         began = time.monotonic()
@@ -155,7 +154,7 @@ class Engine:
         until = min(report_at, self._scheduler.next_expiry)
         outcome = self._executor.execute(step, Interruption(until, connection.fileno()))
         ended = outcome.ended[-1]
-        self._prefill_tokens += sum([chunk.count for chunk in step.chunks]) - decoded
+        self._prefill_tokens += sum([chunk.count for chunk in step.chunks]) - step.decodes
         progress = step.expired + self._scheduler.complete(step, outcome.sampled, outcome.scores)
         report = StepDone(progress, self._stats(step, outcome.ended[0] - began, phase), outcome.ended)
         if phase == "decode" and ended < until and not _is_urgent(step, progress):

@@ -31,25 +31,22 @@ class Interruption:
 def steps_in_a_row(chunks: Sequence[Chunk], tables: BlockTables, most: int) -> int:
     """How many steps, 1 to `most`, need no decision in between; allocates their blocks.
 
-    More than one only where every sequence decodes, and nobody is to be told of each token at once.
+    chunks  all of them decode
+
+    More than one only where nobody is to be told of each token at once.
     """
-    for chunk in chunks:
-        if most <= 1 or not _decodes(chunk):
-            return 1
-        most = min(most, chunk.tokens_left)
+    if most <= 1 or any(chunk.sequence.request.at_once for chunk in chunks):
+        return 1
+    most = max(1, min([most, *[chunk.tokens_left for chunk in chunks]]))
 
     def missing(steps: int) -> int:
-        return sum(tables.missing(chunk.sequence, chunk.start + steps) for chunk in chunks)
+        return sum([tables.missing(chunk.sequence, chunk.start + steps) for chunk in chunks])
 
     # Of blocks that hold nothing of use: what is cached is not given away for steps that may not run.
-    most = max(1, bisect_right(range(1, most + 1), tables.pool.free, key=missing))
-    for chunk in chunks:
-        tables.allocate(chunk.sequence, chunk.start + most)
+    lacking = missing(most)
+    if lacking > tables.pool.free:
+        most = max(1, bisect_right(range(1, most), tables.pool.free, key=missing))
+    if lacking > 0:
+        for chunk in chunks:
+            tables.allocate(chunk.sequence, chunk.start + most)
     return most
-
-
-def _decodes(chunk: Chunk) -> bool:
-    """First tokens are told at once, and what follows a draft is not known yet."""
-    sequence = chunk.sequence
-    plain = chunk.samples and chunk.count == 1 and not chunk.draft
-    return plain and sequence.output_count > 0 and not sequence.request.at_once

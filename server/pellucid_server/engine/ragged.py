@@ -20,7 +20,7 @@ from pellucid_server.kv.window import FULL
 
 @dataclass(frozen=True)
 class RollingWindows:
-    """Windows and sinks of a batch in which some sequence rolls."""
+    """Windows and sinks of a batch in which some sequence rolls that may have grown beyond its window."""
 
     window: Tensor
     """[S] int32; 0: the sequence does not roll."""
@@ -30,10 +30,10 @@ class RollingWindows:
     """[T] int32: where a row stands when it looks at sinks that its window has left behind."""
 
     @staticmethod
-    def of(step: Step) -> RollingWindows | None:
-        """On the CPU."""
+    def of(step: Step, length: int) -> RollingWindows | None:
+        """On the CPU; None where no window is shorter than `length`, so that every row sees all before it."""
         contexts = [chunk.sequence.request.context for chunk in step.chunks]
-        if "roll" not in {context.kind for context in contexts}:
+        if min([context.window for context in contexts if context.kind == "roll"], default=length) >= length:
             return None
         rolls = [context if context.kind == "roll" else FULL for context in contexts]
         stand: list[int] = []
@@ -76,41 +76,43 @@ class StepRows:
     length: int
     """One more than the largest position."""
     rolling: RollingWindows | None
-    """None where no sequence rolls."""
+    """None where no rolling window hides anything."""
 
     @staticmethod
     def of(step: Step) -> StepRows:
         tokens: list[int] = []
         positions: list[int] = []
-        row_sequence: list[int] = []
+        row_sequence = array("i")
         block_tables: list[int] = []
         sampled_rows: list[int] = []
         width = max([len(chunk.sequence.blocks) for chunk in step.chunks])
+        length = 0
         for index, chunk in enumerate(step.chunks):
-            sequence, start, rows = chunk.sequence, chunk.start, chunk.rows
+            sequence, start, end = chunk.sequence, chunk.start, chunk.start + chunk.rows
             tokens += sequence.view(start, chunk.count)
-            tokens += chunk.draft
-            if rows == 1:
+            if end - start == 1:
                 positions.append(start)
                 row_sequence.append(index)
             else:
-                positions += range(start, start + rows)
-                row_sequence += [index] * rows
+                tokens += chunk.draft
+                positions += range(start, end)
+                row_sequence += array("i", [index]) * (end - start)
+            length = max(length, end)
             block_tables += sequence.blocks
             if len(sequence.blocks) < width:
                 block_tables += [-1] * (width - len(sequence.blocks))
             if chunk.samples:
-                sampled_rows += range(len(tokens) - chunk.sampled_rows, len(tokens))
+                sampled_rows += range(len(tokens) - 1 - len(chunk.draft), len(tokens))
         return StepRows(
             tokens=array("q", tokens),
             positions=array("q", positions),
             positions32=array("i", positions),
-            row_sequence=array("i", row_sequence),
+            row_sequence=row_sequence,
             block_tables=array("i", block_tables),
             table_width=width,
             sampled_rows=array("q", sampled_rows),
-            length=max(positions) + 1,
-            rolling=RollingWindows.of(step),
+            length=length,
+            rolling=RollingWindows.of(step, length + step.repeats - 1),
         )
 
     def windows(self, own: int | None) -> Tensor | None:

@@ -127,9 +127,10 @@ class Scheduler:
             if chunk.sequence.first_scheduled_at is None:
                 chunk.sequence.first_scheduled_at = now
         chunks = self.speculation.extend(plan.chunks.values(), plan.budget, self.tables)
+        decoded = sum([chunk.decodes for chunk in chunks])
         alone = bool(expired) or self.speculation.is_on  # who has expired is told with this step
-        repeats = 1 if alone else steps_in_a_row(chunks, self.tables, most_repeats)
-        return Step(chunks, expired, plan.copies, repeats)
+        repeats = 1 if alone or decoded < len(chunks) else steps_in_a_row(chunks, self.tables, most_repeats)
+        return Step(chunks, expired, plan.copies, decoded, repeats)
 
     def complete(
         self,
@@ -157,7 +158,8 @@ class Scheduler:
                     chunk.sequence.unscored -= len(chunk.scored)
             if (brought := self._book(chunk, outcomes)) is not None:
                 progress.append(brought)
-            self.tables.trim(chunk.sequence)
+            if step.repeats > 1 or chunk.draft:
+                self.tables.trim(chunk.sequence)
         return progress
 
     def check_integrity(self) -> None:
@@ -186,7 +188,7 @@ class Scheduler:
                     return
             count = min(pending, most, plan.budget, room)
             plan.copies += self.tables.grow(sequence, count)
-        samples = count == pending and sequence.request.max_new_tokens > 0 and sequence.length == len(sequence.tokens)
+        samples = start + count + sequence.offset == len(sequence.tokens) and sequence.request.max_new_tokens > 0
         scored = sequence.places_to_score(start, count) if sequence.unscored else NONE_SCORED
         plan.add(Chunk(sequence, start, count, samples, scored))
 
@@ -285,7 +287,9 @@ class Scheduler:
             self.speculation.judge(chunk, len(outcomes) - 1)
         if not tokens and end is None:
             return None
-        logprobs = [each.logprob for each in outcomes if each is not None and each.logprob is not None]
+        logprobs: list[TokenLogprob] = []
+        if sequence.request.output_logprobs is not None:
+            logprobs = [each.logprob for each in outcomes if each is not None and each.logprob is not None]
         progress = sequence.progress(tokens, end, logprobs)
         if end is not None:
             if end.kind == "non_finite":

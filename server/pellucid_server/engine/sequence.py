@@ -102,7 +102,7 @@ class SequenceState:
     @property
     def pending(self) -> int:
         """Tokens of the view still to be computed; they are known already."""
-        return self.length - self.offset - self.computed
+        return (self.length if self.unscored else len(self.tokens)) - self.offset - self.computed
 
     @property
     def held_blocks(self) -> list[int]:
@@ -110,8 +110,11 @@ class SequenceState:
 
     def view(self, start: int, count: int) -> list[int]:
         """Tokens of the view from its place `start` on."""
-        sinks, offset = self.request.context.sinks, self.offset
-        if offset == 0 or start >= sinks:
+        offset = self.offset
+        if offset == 0:
+            return self.tokens[start : start + count]
+        sinks = self.request.context.sinks
+        if start >= sinks:
             return self.tokens[start + offset : start + offset + count]
         return (self.tokens[:sinks] + self.tokens[sinks + offset :])[start : start + count]
 
@@ -167,10 +170,15 @@ class Chunk(msgspec.Struct, frozen=True):
         return 1 + len(self.draft) if self.samples else 0
 
     @property
+    def decodes(self) -> bool:
+        """Whether its one token is the one that was sampled last, and the next one is sampled after it."""
+        return self.count == 1 and self.samples and len(self.sequence.tokens) > len(self.sequence.request.prompt)
+
+    @property
     def tokens_left(self) -> int:
         """Tokens that may come of it and of what follows, before a limit ends the sequence or its window moves."""
         sequence, request = self.sequence, self.sequence.request
-        count = min(request.max_new_tokens - sequence.output_count, sequence.max_length - len(sequence.tokens))
+        count = min(len(request.prompt) + request.max_new_tokens, sequence.max_length) - len(sequence.tokens)
         if request.context.kind == "reencode":
             return min(count, request.context.span - self.start - self.count + 1)
         return count
@@ -188,9 +196,11 @@ class Step:
     chunks: list[Chunk]
     """At most one per sequence."""
     expired: list[Progress]
-    copies: list[tuple[int, int]] = field(default_factory=list)
+    copies: list[tuple[int, int]]
     """Blocks to be copied before the chunks run, (from, to), one after the other."""
-    repeats: int = 1
+    decodes: int
+    """Chunks that decode."""
+    repeats: int
     """How often it may be run, each time with the token that was sampled the time before (multi_step.py)."""
 
     @property

@@ -172,7 +172,7 @@ class Plan:
         rows = {"tokens": len(batch.tokens), "sampled": len(sampled_rows)}
         windows = (c_void_p * max(1, len(batch.windows)))(*(address(each) for each in batch.windows))
         angles = (_Angles * max(1, len(batch.angles)))(
-            *(_Angles(cos.data_ptr(), sin.data_ptr(), len(cos)) for cos, sin in batch.angles)
+            *(_Angles(cos.data_ptr(), sin.data_ptr(), cos.shape[0]) for cos, sin in batch.angles)
         )
         call = _Batch(
             rows=tuple(rows[phase] for phase in PHASES),
@@ -214,7 +214,7 @@ class Plan:
         are too small for the next larger step stay behind.
         """
         held = self._memory.get(name)
-        if held is None or len(held) < size:
+        if held is None or held.numel() < size:
             self._memory.pop(name, None)  # before there is more
             held = self._memory[name] = untouched_zeros((size,), torch.float32)
         return held
