@@ -3,8 +3,8 @@
 //     team MOST_THREADS CALLERS SECONDS SEED
 //
 // A program is a row of rounds, each of which shares units out, and every unit needs all units of the round before.
-// Members come late, are slow, end early, or do something while they wait, and units call for further threads. What is
-// shared is not atomic, so that the thread sanitizer sees whether the team orders it.
+// Members come late, are slow, end early, step aside or do something while they wait, and units call for further threads.
+// What is shared is not atomic, so that the thread sanitizer sees whether the team orders it.
 #include "parallel.h"
 
 #include <algorithm>
@@ -41,6 +41,7 @@ struct Program {
     std::atomic<bool> has_ended{false};   // the caller has been told so
     std::atomic<int> done_by_helpers{0};  // units
     std::atomic<int64_t> waits{0};
+    std::atomic<int64_t> asides{0};
 
     Program(uint32_t seed, int most_threads) : seed(seed) {
         std::mt19937 random(seed);
@@ -126,12 +127,22 @@ struct Waiting {
     }
 };
 
+// Steps aside for as long as some rounds take, which is for nobody else to notice.
+void be_aside(Program& program, size_t chance) {
+    const auto call = [](void* context) {
+        for (int i = 0; i < 20; ++i) dawdle();
+        static_cast<std::atomic<int64_t>*>(context)->fetch_add(1, std::memory_order_relaxed);
+    };
+    if (chance % 4 == 0) step_aside(call, &program.asides);
+}
+
 void be_member(Program& program, int member) {
     Waiting waiting(program);
     program.expect(0 <= member && member < program.threads, "a member's number is out of range");
     for (size_t place = 0; place < program.rounds.size(); ++place) {
         if (member == program.leaver && static_cast<int>(place) == program.leaves_at) return;
         dawdle();
+        if (place % 3 == 1) be_aside(program, place + member);
         const Standing expected = program.threads > 1 ? Standing::kMember : Standing::kOutside;
         program.expect(standing() == expected, "a thread does not know where it stands");
         Round& round = program.rounds[place];
@@ -147,13 +158,13 @@ void be_member(Program& program, int member) {
 
 struct Total {
     std::mutex mutex;
-    int64_t programs = 0, units = 0, by_helpers = 0, waits = 0;
+    int64_t programs = 0, units = 0, by_helpers = 0, waits = 0, asides = 0;
 };
 
 void call(int most_threads, double seconds, uint32_t seed, Total& total) {
     constexpr size_t kMostPrograms = 20'000;
     auto& programs = *new std::deque<Program>;  // they stay, for a member that comes too late
-    int64_t units = 0, by_helpers = 0, waits = 0;
+    int64_t units = 0, by_helpers = 0, waits = 0, asides = 0;
     const auto until = std::chrono::steady_clock::now() + std::chrono::duration<double>(seconds);
     while (programs.size() < kMostPrograms && std::chrono::steady_clock::now() < until) {
         Program& program = programs.emplace_back(seed++, most_threads);
@@ -166,6 +177,7 @@ void call(int most_threads, double seconds, uint32_t seed, Total& total) {
         }
         by_helpers += program.done_by_helpers;
         waits += program.waits;
+        asides += program.asides;
         dawdle();
     }
     const std::lock_guard<std::mutex> lock(total.mutex);
@@ -173,6 +185,7 @@ void call(int most_threads, double seconds, uint32_t seed, Total& total) {
     total.units += units;
     total.by_helpers += by_helpers;
     total.waits += waits;
+    total.asides += asides;
 }
 
 }  // namespace
@@ -186,8 +199,9 @@ int main(int, char** arguments) {
     for (int i = 0; i < callers; ++i)
         threads.emplace_back([&, own = seed + 1'000'000u * i] { call(most_threads, seconds, own, total); });
     for (std::thread& thread : threads) thread.join();
-    std::printf("%lld programs, %lld units, %lld of them by helpers, %lld waits\n",
+    std::printf("%lld programs, %lld units, %lld of them by helpers, %lld waits, %lld times aside\n",
                 static_cast<long long>(total.programs), static_cast<long long>(total.units),
-                static_cast<long long>(total.by_helpers), static_cast<long long>(total.waits));
+                static_cast<long long>(total.by_helpers), static_cast<long long>(total.waits),
+                static_cast<long long>(total.asides));
     return 0;
 }

@@ -257,20 +257,25 @@ def single_steps(plan: Plan, count: int) -> tuple[list[int], Tensor]:
     return sampled, logits.clone()
 
 
+def sampling_of(most: int, output_index: int = 3) -> StepSampling:
+    """Of two sequences, without an end."""
+    return StepSampling(
+        most=most,
+        vocab_size=VOCABULARY,
+        settings=pack_rows([SamplerRow(each, (), output_index) for each in SETTINGS], array("i")),
+        end_ids=array("q"),
+        end_begins=array("i", [0, 0, 0]),
+        until=math.inf,
+        descriptor=-1,
+    )
+
+
 def steps_in_a_row(plan: Plan, **changes: Any) -> tuple[list[int], list[float], Tensor]:
     """The same in one call."""
     plan.run(batch_of(plan, (0, 0), PROMPTS))
-    values: dict[str, Any] = {
-        "most": 12,
-        "vocab_size": VOCABULARY,
-        "settings": pack_rows([SamplerRow(each, (), 3) for each in SETTINGS], array("i")),
-        "end_ids": array("q"),
-        "end_begins": array("i", [0, 0, 0]),
-        "until": math.inf,
-        "descriptor": -1,
-    }
-    sampled, ended, logits = plan.run_steps(decode(plan, [5, 6], 0), StepSampling(**(values | changes)))
-    return sampled.tolist(), ended.tolist(), logits.clone()
+    ran = plan.run_steps(decode(plan, [5, 6], 0), replace(sampling_of(12), **changes))
+    assert ran.written == len(changes.get("outgoing", b""))
+    return ran.sampled.tolist(), ran.ended.tolist(), ran.logits.clone()
 
 
 @needs_kernels
@@ -310,6 +315,41 @@ def test_what_ends_steps_in_a_row_ends_them_after_the_step_that_runs() -> None:
 
 
 @needs_kernels
+@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize("size", [1, 3_000_000], ids=["short", "more than a socket holds"])
+def test_what_goes_out_is_written_beside_the_steps(monkeypatch: pytest.MonkeyPatch, threads: int, size: int) -> None:
+    """Once and whole, while nobody reads it yet, too."""
+    monkeypatch.setattr(library, "_threads", threads)
+    outgoing = bytes(range(256)) * (size // 256 + 1)
+    expected = steps_in_a_row(tiny_plan())[0]
+    ours, theirs = socket.socketpair()
+    with ours, theirs, ThreadPoolExecutor(1) as thread:
+        running = thread.submit(steps_in_a_row, tiny_plan(), descriptor=ours.fileno(), outgoing=outgoing)
+        theirs.settimeout(20)
+        read = b""
+        while len(read) < len(outgoing):
+            read += theirs.recv(1 << 20)
+        assert running.result()[0] == expected
+        theirs.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            theirs.recv(1)
+    assert read == outgoing
+
+
+@needs_kernels
+@pytest.mark.parametrize("threads", [1, 2])
+def test_steps_go_on_where_nobody_reads_what_goes_out(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
+    monkeypatch.setattr(library, "_threads", threads)
+    plan, (ours, theirs) = tiny_plan(), socket.socketpair()
+    expected = steps_in_a_row(tiny_plan(), most=1)[0]
+    with ours:
+        theirs.close()
+        plan.run(batch_of(plan, (0, 0), PROMPTS))
+        ran = plan.run_steps(decode(plan, [5, 6], 0), replace(sampling_of(12), descriptor=ours.fileno(), outgoing=b"x"))
+    assert (ran.sampled.tolist(), ran.written) == (expected, 0), "a closed connection ends the row after a step"
+
+
+@needs_kernels
 def test_a_message_in_the_middle_ends_steps_in_a_row() -> None:
     """There are more of them than anybody would wait for: they go round and round in the few blocks of a window."""
     plan, most = tiny_plan(position="none", windows=(5, 9)), 1_000_000
@@ -319,22 +359,14 @@ def test_a_message_in_the_middle_ends_steps_in_a_row() -> None:
         block_tables=torch.cat((table, table + BLOCKS // 2)),
         table_width=len(table),
     )
-    sampling = StepSampling(
-        most=most,
-        vocab_size=VOCABULARY,
-        settings=pack_rows([SamplerRow(each, (), 0) for each in SETTINGS], array("i")),
-        end_ids=array("q"),
-        end_begins=array("i", [0, 0, 0]),
-        until=math.inf,
-        descriptor=-1,
-    )
+    sampling = sampling_of(most, output_index=0)
     ours, theirs = socket.socketpair()
     with ours, theirs, ThreadPoolExecutor(1) as thread:
         running = thread.submit(plan.run_steps, batch, replace(sampling, descriptor=ours.fileno()))
         while int(batch.positions[0]) < 3:  # it moves on in place
             time.sleep(0)
         theirs.send(b"x")
-        sampled, ended, _ = running.result()
+        sampled, ended, _, _ = running.result()
     assert 3 <= len(ended) < most
     assert len(sampled) == 2 * len(ended)
     assert int(batch.positions[1]) == len(ended) - 1

@@ -142,7 +142,7 @@ def steps_in_a_row(plan: Plan, sequences: int) -> tuple[list[int], Tensor]:
         until=math.inf,
         descriptor=-1,
     )
-    sampled, _, logits = plan.run_steps(batch, sampling)
+    sampled, _, logits, _ = plan.run_steps(batch, sampling)
     return sampled.tolist(), logits.clone()
 
 

@@ -45,10 +45,11 @@ def run(*command: str | Path, threads: int, callers: int, seconds: float) -> Non
     arguments = [str(each) for each in (threads, callers, seconds, SEED)]
     done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    programs, units, by_helpers, waits = map(int, re.findall(r"\d+", done.stdout))
+    programs, units, by_helpers, waits, asides = map(int, re.findall(r"\d+", done.stdout))
     assert programs > 0
     assert 0 < by_helpers < units
     assert waits > 0
+    assert asides > 0
 
 
 @pytest.mark.parametrize(

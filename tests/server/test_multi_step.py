@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from pellucid_model.kernels import rotary_tables
+from pellucid_server.engine.connection import EngineConnection
 from pellucid_server.engine.execution import Executor
 from pellucid_server.engine.messages import Constraint, LogprobWish, Sampling, Submit, TokenLogprob
 from pellucid_server.engine.multi_step import Interruption
@@ -210,7 +211,7 @@ def test_what_interrupts_a_run_changes_no_token(steppers: dict[str, Stepper]) ->
     expected = outcome(stepper.run(*FIXED))
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        quiet = Interruption(math.inf, ours.fileno())
+        quiet = Interruption(math.inf, EngineConnection(ours))
         assert outcome(stepper.run(*FIXED, most_repeats=32, interruption=quiet)) == expected
         assert stepper.times == [step.repeats for step in stepper.steps]
         assert max(stepper.times) >= 5

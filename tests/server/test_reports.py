@@ -212,6 +212,36 @@ def test_messages_keep_their_order_and_none_is_left_when_the_engine_rests() -> N
         assert frames.push(ours.recv(1 << 20)) == reports[3:]
 
 
+def test_what_is_posted_goes_out_once_by_whoever_writes_it_and_the_connection_writes_the_rest() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        connection, frames = EngineConnection(theirs), Frames(decode_from_engine)
+        reports = [StepDone([Progress(key, [1], None, None, 0, [])], stats(), [float(key)]) for key in range(6)]
+        ours.setblocking(False)
+        connection.hold(reports[0])
+        assert connection.posted == b"", "what is held waits for something that is due"
+        connection.sent(0)
+        connection.post(reports[1])
+        with pytest.raises(BlockingIOError):
+            ours.recv(1)
+        assert frames.push(connection.posted) == reports[:2]
+        theirs.sendall(connection.posted[:7])
+        connection.sent(7)
+        assert frames.push(ours.recv(1 << 20)) == reports[:2]
+        assert connection.posted == b""
+        connection.post(reports[2])
+        theirs.sendall(connection.posted)
+        connection.sent(len(connection.posted))
+        connection.send(reports[3])
+        connection.post(reports[4])
+        connection.send(reports[5])
+        assert frames.push(ours.recv(1 << 20)) == reports[2:]
+        ours.close()
+        connection.post(reports[0])
+        with pytest.raises(ConnectionClosed):
+            connection.sent(3)
+
+
 # ---- Steps in a row ----
 
 
@@ -276,7 +306,7 @@ def test_a_run_ends_where_there_is_something_to_tell(frontend: Frontend, monkeyp
     """Whatever the machine's speed."""
     gap, told, sent = 0.001, list[StepDone](), set[int]()
     monkeypatch.setattr(engine_module, "message_gap", lambda streams: gap)
-    hold, send = EngineConnection.hold, EngineConnection.send
+    hold, send, post = EngineConnection.hold, EngineConnection.send, EngineConnection.post
 
     def watched_hold(connection: EngineConnection, report: StepDone) -> None:
         told.append(report)
@@ -286,11 +316,17 @@ def test_a_run_ends_where_there_is_something_to_tell(frontend: Frontend, monkeyp
         sent.add(id(report))
         send(connection, report)  # which holds it first
 
+    def watched_post(connection: EngineConnection, report: StepDone) -> None:
+        sent.add(id(report))
+        post(connection, report)  # which does so too
+
     monkeypatch.setattr(EngineConnection, "hold", watched_hold)
     monkeypatch.setattr(EngineConnection, "send", watched_send)
+    monkeypatch.setattr(EngineConnection, "post", watched_post)
     frontend.send(submission(1, [5, 6, 7], 1000, context=ContextWindow("roll", 4, 60), max_length=10**9))
     frontend.read_until_end(1)
     assert sum(len(report.at) for report in told) == 1000
+    assert [report.at for report in frontend.reports] == [report.at for report in told]
     assert all(b.at[0] - b.stats.step_seconds >= a.at[-1] - 1e-9 for a, b in itertools.pairwise(told)), "they overlap"
     reported_at = -math.inf
     for report in told:

@@ -119,6 +119,7 @@ class Chooser:
             end_begins=end_begins,
             until=interruption.until,
             descriptor=interruption.descriptor,
+            outgoing=interruption.outgoing,
         )
 
     def chosen(self, tokens: array[int], logits: Tensor) -> list[list[Sampled]]:

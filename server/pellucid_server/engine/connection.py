@@ -1,6 +1,7 @@
 """The engine's end of the socket pair: whole messages in, whole messages out, never in the middle of a step.
 
-Messages go in their order. One that can wait is held for the next, so that the frontend wakes up once for both.
+Messages go in their order. One that can wait is held for the next, so that the frontend wakes up once for both. One
+that is posted goes out beside the next steps: a frontend that wakes up may take the processor of whom it hears from.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ class EngineConnection:
         self._socket = connection
         self._frames = Frames(decode_to_engine)
         self._held = b""
+        self._is_posted = False
 
     def fileno(self) -> int:
         """A descriptor that can be read when a message has arrived."""
@@ -52,6 +54,22 @@ class EngineConnection:
         """Send it with the next one, or when what is held is flushed."""
         self._held += frame(message)
 
+    def post(self, message: FromEngine) -> None:
+        """Send it, and what is held, beside the next steps, or when what is held is flushed."""
+        self.hold(message)
+        self._is_posted = True
+
+    @property
+    def posted(self) -> bytes:
+        """For whoever can write it beside something else, and then says so (`sent`)."""
+        return self._held if self._is_posted else b""
+
+    def sent(self, count: int) -> None:
+        """So many bytes of what is posted have been written elsewhere. Send the rest. Raises ConnectionClosed."""
+        if self._is_posted:
+            self._held = self._held[count:]
+            self.flush()
+
     def send(self, message: FromEngine) -> None:
         """Raises ConnectionClosed."""
         self.hold(message)
@@ -59,7 +77,7 @@ class EngineConnection:
 
     def flush(self) -> None:
         """Send what is held. Raises ConnectionClosed."""
-        held, self._held = self._held, b""
+        held, self._held, self._is_posted = self._held, b"", False
         if not held:
             return
         try:

@@ -152,16 +152,17 @@ class Engine:
         streams = sum([chunk.sequence.request.is_stream for chunk in step.chunks])
         report_at = max(began, self._reported_at + message_gap(streams))
         until = min(report_at, self._scheduler.next_expiry)
-        outcome = self._executor.execute(step, Interruption(until, connection.fileno()))
+        outcome = self._executor.execute(step, Interruption(until, connection))
         ended = outcome.ended[-1]
         self._prefill_tokens += sum([chunk.count for chunk in step.chunks]) - step.decodes
         progress = step.expired + self._scheduler.complete(step, outcome.sampled, outcome.scores)
         report = StepDone(progress, self._stats(step, outcome.ended[0] - began, phase), outcome.ended)
-        if phase == "decode" and ended < until and not _is_urgent(step, progress):
+        can_wait = phase == "decode" and not _is_urgent(step, progress)
+        if can_wait and ended < until:
             connection.hold(report)
-        else:
-            connection.send(report)
-            self._reported_at = ended
+            return
+        connection.post(report) if can_wait else connection.send(report)
+        self._reported_at = ended
 
     @property
     def _most_repeats(self) -> int:

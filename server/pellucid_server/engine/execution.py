@@ -41,7 +41,10 @@ class Executor:
     chooser: Chooser
 
     def execute(self, step: Step, interruption: Interruption | None = None) -> Outcome:
-        """Run a step, and again, up to `step.repeats` times in all, until the interruption."""
+        """Run a step, and again, up to `step.repeats` times in all, until the interruption.
+
+        Raises ConnectionClosed where the interruption's connection is.
+        """
         if not step.chunks:
             return Outcome([], {}, [time.monotonic()])
         scores: PromptLogprobs = {}
@@ -56,8 +59,11 @@ class Executor:
         if interruption is not None and step.repeats > 1:
             sampling = self.chooser.repeatable(step.repeats, interruption)
             if sampling is not None:
-                tokens, ended, logits = self.runner.run_steps(step, sampling)
-                return Outcome(self.chooser.chosen(tokens, logits), {}, ended.tolist())
+                ran = self.runner.run_steps(step, sampling)
+                interruption.sent(ran.written)
+                return Outcome(self.chooser.chosen(ran.sampled, ran.logits), {}, ran.ended.tolist())
+        if interruption is not None:
+            interruption.sent(0)
         logits = self.runner.run(step, score)
         sampled = self.chooser.choose(due, logits) if due else []
         return Outcome(sampled, scores, [time.monotonic()])

@@ -7,7 +7,6 @@ recorded, or whose recording computes something else on a small step (trial.py),
 
 from __future__ import annotations
 
-from array import array
 from typing import Protocol
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 
 from pellucid_model.contract import DecoderModel
 from pellucid_model.kernels import Kernels, NativeKernels
-from pellucid_model.kernels.plan import NotRecordable, Plan, PlanBatch, StepSampling, fuse, record
+from pellucid_model.kernels.plan import NotRecordable, Plan, PlanBatch, StepSampling, StepsRun, fuse, record
 from pellucid_model.user_module import one_line
 from pellucid_server.engine.cache import KVCache
 from pellucid_server.engine.flash_forward import DecodeShape, FlashForward
@@ -73,11 +72,8 @@ class PlannedForward:
         self._batch = self._batch_of(rows, rows.length)
         return self._plan.run(self._batch)
 
-    def run_steps(self, rows: StepRows, sampling: StepSampling) -> tuple[array[int], array[float], Tensor]:
-        """Run a step of single rows, all sampled, several times, each time with the tokens of the time before.
-
-        -> sampled ids [steps * S], when each step had sampled, and the logits [S, V] of the last one.
-        """
+    def run_steps(self, rows: StepRows, sampling: StepSampling) -> StepsRun:
+        """Run a step of single rows, all sampled, several times, each time with the tokens of the time before."""
         self._batch = None  # it moves on
         spans = None if rows.rolling is None else rows.rolling.spans
         return self._plan.run_steps(self._batch_of(rows, rows.length + sampling.most), sampling, spans)

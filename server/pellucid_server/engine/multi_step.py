@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pellucid_server.engine.block_tables import BlockTables
+from pellucid_server.engine.connection import EngineConnection
 from pellucid_server.engine.sequence import Chunk
 
 MOST_STEPS = 256
@@ -24,8 +25,22 @@ class Interruption:
 
     until: float
     """Seconds of the monotonic clock. The step that runs at that moment is the last."""
-    descriptor: int = -1
-    """Of a file: once it can be read, the step that runs is the last."""
+    connection: EngineConnection | None = None
+    """Once it can be read, the step that runs is the last. What is posted there goes out meanwhile."""
+
+    @property
+    def descriptor(self) -> int:
+        """-1: none."""
+        return -1 if self.connection is None else self.connection.fileno()
+
+    @property
+    def outgoing(self) -> bytes:
+        return b"" if self.connection is None else self.connection.posted
+
+    def sent(self, count: int) -> None:
+        """So many bytes of what was going out have been written; sends the rest. Raises ConnectionClosed."""
+        if self.connection is not None:
+            self.connection.sent(count)
 
 
 def steps_in_a_row(chunks: Sequence[Chunk], tables: BlockTables, most: int) -> int:

@@ -6,7 +6,6 @@ that need a next token; then, a few at a time, for those whose prompt tokens are
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from pellucid_model.contract import DecoderModel
 from pellucid_model.kernels import Kernels
-from pellucid_model.kernels.plan import StepSampling
+from pellucid_model.kernels.plan import StepSampling, StepsRun
 from pellucid_server.engine.cache import KVCache
 from pellucid_server.engine.forward import Forward, ModuleForward, PlannedForward
 from pellucid_server.engine.ragged import StepRows
@@ -71,7 +70,7 @@ class ModelRunner:
         return isinstance(self._forward, PlannedForward)
 
     @torch.inference_mode()
-    def run_steps(self, step: Step, sampling: StepSampling) -> tuple[array[int], array[float], Tensor]:
+    def run_steps(self, step: Step, sampling: StepSampling) -> StepsRun:
         """Run a step again and again, as `sampling` says; see PlannedForward.run_steps."""
         if not isinstance(self._forward, PlannedForward):
             raise ValueError("this model runs single steps only")

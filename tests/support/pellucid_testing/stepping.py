@@ -166,7 +166,7 @@ class Stepper:
         in_a_row = self.chooser.repeatable(step.repeats, interruption) if step.repeats > 1 else None
         sampled: list[list[Sampled]]
         if in_a_row is not None:
-            ids, ended, logits = self.loaded.runner.run_steps(step, in_a_row)
+            ids, ended, logits, _ = self.loaded.runner.run_steps(step, in_a_row)
             sampled = self.chooser.chosen(ids, logits)
             self.times.append(len(ended))
         else:

@@ -8,9 +8,9 @@ is. The results are the same to the last bit.
 from __future__ import annotations
 
 from pellucid_model.kernels.plan.fusion import fuse
-from pellucid_model.kernels.plan.native import Plan, PlanBatch, StepSampling
+from pellucid_model.kernels.plan.native import Plan, PlanBatch, StepSampling, StepsRun
 from pellucid_model.kernels.plan.program import Program
 from pellucid_model.kernels.plan.recording import record
 from pellucid_model.kernels.plan.rows import NotRecordable
 
-__all__ = ["NotRecordable", "Plan", "PlanBatch", "Program", "StepSampling", "fuse", "record"]
+__all__ = ["NotRecordable", "Plan", "PlanBatch", "Program", "StepSampling", "StepsRun", "fuse", "record"]

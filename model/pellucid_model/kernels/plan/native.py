@@ -5,9 +5,9 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections.abc import Sequence
-from ctypes import c_double, c_int32, c_int64, c_void_p
+from ctypes import c_char_p, c_double, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -44,8 +44,10 @@ class _Steps(ctypes.Structure):
         *((name, c_void_p) for name in ("settings", "end_ids", "end_begins", "spans")),
         ("until", c_double),
         ("descriptor", c_int32),
+        ("outgoing", c_char_p),
+        ("outgoing_size", c_int64),
         *((name, c_void_p) for name in ("sampled", "ended")),
-        ("done", c_int64),
+        *((name, c_int64) for name in ("done", "written")),
     )
 
 
@@ -96,6 +98,21 @@ class StepSampling:
     """Seconds of the monotonic clock: no further step begins after this moment."""
     descriptor: int
     """Or when this file can be read; -1: none."""
+    outgoing: bytes = b""
+    """What one thread writes to that file while the others begin: its reader may take its processor for a while."""
+
+
+class StepsRun(NamedTuple):
+    """What came of several steps in a row."""
+
+    sampled: array[int]
+    """[steps * S] int32, -1 where there was none to choose."""
+    ended: array[float]
+    """[steps] float64, when each step had sampled, in seconds of the monotonic clock."""
+    logits: Tensor
+    """[S, V] float32 of the last one, valid until the next step."""
+    written: int
+    """Bytes of `outgoing`: all of them, unless nobody reads them any more."""
 
 
 class Plan:
@@ -126,17 +143,12 @@ class Plan:
         self._call(batch, rows, logits, self._compiled.logits_begin, len(self._compiled))
         return logits
 
-    def run_steps(
-        self, batch: PlanBatch, sampling: StepSampling, spans: array[int] | None = None
-    ) -> tuple[array[int], array[float], Tensor]:
+    def run_steps(self, batch: PlanBatch, sampling: StepSampling, spans: array[int] | None = None) -> StepsRun:
         """Compute the step and further ones, each of the tokens that were sampled before it.
 
         batch  one row for each sequence, all of which are sampled. Tokens and positions move on in place. Block tables
                and angles reach as far as the last step does.
         spans  [S] int32, how many tokens a rolling window and its sinks hold, 0: none
-
-        -> sampled ids [steps * S] int32, -1 where there was none to choose; when each step had sampled, in seconds of
-        the monotonic clock, [steps] float64; and the logits of the last one, as `run` returns them.
         """
         sequences = len(batch.sampled_rows)
         logits = self._logits("logits", sequences)
@@ -152,11 +164,13 @@ class Plan:
             spans=address(spans),
             until=sampling.until,
             descriptor=sampling.descriptor,
+            outgoing=sampling.outgoing,
+            outgoing_size=len(sampling.outgoing),
             sampled=address(sampled),
             ended=address(ended),
         )
         self._call(batch, batch.sampled_rows, logits, 0, len(self._compiled), steps)
-        return sampled[: steps.done * sequences], ended[: steps.done], logits
+        return StepsRun(sampled[: steps.done * sequences], ended[: steps.done], logits, steps.written)
 
     def _call(
         self,

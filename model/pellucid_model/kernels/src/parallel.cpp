@@ -149,7 +149,15 @@ public:
             if (!is_over(owner)) drain(owner);
         }
         for (int owner = 0; owner < threads; ++owner)
-            for (int spins = 1; !is_over(owner); ++spins) spins % kSpins == 0 ? step_out() : own.wait_a_little();
+            for (int spins = 1; !is_over(owner); ++spins) spins % kSpins == 0 ? step_out(std::this_thread::yield) : own.wait_a_little();
+    }
+
+    // Steps out of the job for as long as body() takes.
+    template <class Body>
+    void step_out(const Body& body) {
+        if (own.member > 0) leave(own.member);
+        body();
+        if (own.member > 0 && !enter(own.member, own.job)) throw TooLate();
     }
 
 private:
@@ -189,13 +197,6 @@ private:
     }
 
     void leave(int helper) { inside_[helper].is.store(false, std::memory_order_release); }
-
-    // For a member that waits.
-    void step_out() {
-        if (own.member > 0) leave(own.member);
-        std::this_thread::yield();
-        if (own.member > 0 && !enter(own.member, own.job)) throw TooLate();
-    }
 
     // Waits for an open job other than `seen`.
     uint32_t next_job(uint32_t seen) {
@@ -241,6 +242,10 @@ void run_team(int threads, Call call, void* context) {
 }
 
 Standing standing() { return own.standing; }
+
+void step_aside(void (*call)(void*), void* context) {
+    own.standing == Standing::kMember ? own.pool->step_out([=] { call(context); }) : call(context);
+}
 
 void while_waiting(WaitCall call, void* context) {
     own.while_waiting = call;

@@ -18,6 +18,9 @@ void run_team(int threads, void (*call)(void*, int), void* context);
 enum class Standing { kOutside, kMember, kInUnit };
 Standing standing();
 
+// call(context), which may take long and shares no work: meanwhile this member is out of its team, and nobody waits for it.
+void step_aside(void (*call)(void*), void* context);
+
 // What this member does over and over while it waits for others, until it is told something else or leaves the team: a
 // little at a time. False: there is nothing to do. Null: nothing.
 void while_waiting(bool (*call)(void*), void* context);

@@ -58,17 +58,24 @@ void run_instructions(Step& step, const Instruction* begin, const Instruction* e
 }
 
 }  // namespace
+
+int32_t run_plan(const Instruction* instructions, int64_t count, const Batch& batch, const Errand* errand) {
+    const Instruction* const end = instructions + count;
+    Shared shared;
+    const int32_t unfit = find_shared(batch, instructions, end, shared);
+    std::atomic<bool> is_taken{!errand};
+    if (unfit == kOk) work_together(batch.threads, [&](int member) {
+        if (member == batch.threads - 1 && !is_taken.exchange(true)) step_aside(errand->call, errand->context);
+        Step step(batch, end, shared, member);
+        run_instructions(step, instructions, end, shared.status);
+    });
+    if (!is_taken) errand->call(errand->context);  // that member has come too late
+    return unfit == kOk ? shared.status.load() : unfit;
+}
+
 }  // namespace pellucid
 
 extern "C" int32_t pellucid_run_plan(const pellucid::Instruction* instructions, int64_t count,
                                      const pellucid::Batch* batch) {
-    using namespace pellucid;
-    const Instruction* const end = instructions + count;
-    Shared shared;
-    if (const int32_t unfit = find_shared(*batch, instructions, end, shared); unfit != kOk) return unfit;
-    work_together(batch->threads, [&](int member) {
-        Step step(*batch, end, shared, member);
-        run_instructions(step, instructions, end, shared.status);
-    });
-    return shared.status;
+    return pellucid::run_plan(instructions, count, *batch, nullptr);
 }

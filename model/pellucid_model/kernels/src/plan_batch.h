@@ -29,8 +29,13 @@ struct Batch {
 
 struct Instruction;
 
-}  // namespace pellucid
+// Something that one thread does while the others begin with a step, and maybe longer.
+struct Errand {
+    void (*call)(void*);
+    void* context;
+};
 
-// Returns kBeyondTable or the attention's Status; anything but kOk stops the step there.
-extern "C" int32_t pellucid_run_plan(const pellucid::Instruction* instructions, int64_t count,
-                                     const pellucid::Batch* batch);
+// Returns kBeyondTable or the attention's Status; anything but kOk stops the step there. errand: or null.
+int32_t run_plan(const Instruction* instructions, int64_t count, const Batch& batch, const Errand* errand);
+
+}  // namespace pellucid

@@ -1,10 +1,14 @@
 // Several steps of a plan in a row: each samples a token for every sequence and is followed by one that computes it,
 // without a word to Python in between. It ends early where Python has something to decide.
 #include <poll.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
+#include <cerrno>
 #include <chrono>
 #include <cstdint>
+#include <thread>
 
 #include "plan_batch.h"
 #include "sampler_row.h"
@@ -23,9 +27,12 @@ struct Steps {
     const int32_t* spans;           // [S] tokens that a rolling window and its sinks hold, 0: none; or null
     double until;                   // no step begins after this moment of the monotonic clock
     int32_t descriptor;             // or when this can be read; -1: none
+    const char* outgoing;           // what is written to it meanwhile
+    int64_t outgoing_size;
     int32_t* sampled;               // [most, S] -> ids, -1 where there is no answer
     double* ended;                  // [most] -> when each step had sampled
     int64_t done;                   // -> steps
+    int64_t written;                // -> bytes of `outgoing`: all, unless nobody reads them any more
 };
 
 double monotonic_seconds() {
@@ -36,6 +43,34 @@ bool is_readable(int32_t descriptor) {
     pollfd asked{descriptor, POLLIN, 0};
     return descriptor >= 0 && poll(&asked, 1, 0) != 0;
 }
+
+// Writes what is going out, by whoever has time: the thread that does so wakes up a reader, who may take its processor for
+// as long as a step.
+class Writing {
+public:
+    explicit Writing(Steps& steps) : steps_(steps), is_done_(steps.outgoing_size == 0) { steps.written = 0; }
+
+    const Errand* errand() const { return is_done_ ? nullptr : &errand_; }
+
+    void wait() const {
+        while (!is_done_) std::this_thread::yield();
+    }
+
+private:
+    void write_all() {
+        while (steps_.written < steps_.outgoing_size) {
+            const auto at = steps_.outgoing + steps_.written;
+            const ssize_t count = write(steps_.descriptor, at, steps_.outgoing_size - steps_.written);
+            if (count < 0 && errno != EINTR) break;
+            steps_.written += std::max<ssize_t>(count, 0);
+        }
+        is_done_ = true;
+    }
+
+    Steps& steps_;
+    std::atomic<bool> is_done_;
+    const Errand errand_{[](void* own) { static_cast<Writing*>(own)->write_all(); }, this};
+};
 
 bool ends_a_sequence(const Steps& steps, const int32_t* sampled, int64_t sequences) {
     for (int64_t i = 0; i < sequences; ++i) {
@@ -60,21 +95,25 @@ void move_on(const Batch& batch, const Steps& steps, const int32_t* sampled) {
 }  // namespace
 }  // namespace pellucid
 
-// The batch: one row for each sequence, each of which needs logits. Returns pellucid_run_plan's status.
+// The batch: one row for each sequence, each of which needs logits. Returns run_plan's status.
 extern "C" int32_t pellucid_run_steps(const pellucid::Instruction* instructions, int64_t count,
                                       const pellucid::Batch* batch, pellucid::Steps* steps) {
+    using namespace pellucid;
     const int64_t sequences = batch->sequences;
+    Writing writing(*steps);
+    int32_t status = 0;
     for (steps->done = 0; steps->done < steps->most;) {
-        const int32_t status = pellucid_run_plan(instructions, count, batch);
-        if (status != 0) return status;
+        status = run_plan(instructions, count, *batch, steps->done == 0 ? writing.errand() : nullptr);
+        if (status != 0) break;
         int32_t* sampled = steps->sampled + steps->done * sequences;
         pellucid_sample(batch->logits, sequences, steps->stride, steps->vocab, steps->settings, nullptr, batch->threads,
                         sampled);
-        const double now = pellucid::monotonic_seconds();
+        const double now = monotonic_seconds();
         steps->ended[steps->done++] = now;
-        if (now >= steps->until || pellucid::ends_a_sequence(*steps, sampled, sequences)) break;
-        if (pellucid::is_readable(steps->descriptor)) break;
-        pellucid::move_on(*batch, *steps, sampled);
+        if (now >= steps->until || ends_a_sequence(*steps, sampled, sequences)) break;
+        if (is_readable(steps->descriptor)) break;
+        move_on(*batch, *steps, sampled);
     }
-    return 0;
+    writing.wait();
+    return status;
 }
