@@ -416,16 +416,29 @@ def test_a_sequence_that_has_its_length_already_runs_once() -> None:
     assert (step.chunks[0].count, step.decodes, step.repeats) == (1, 1, 1)
 
 
-def test_blocks_that_are_cached_are_not_given_away_for_steps_that_may_not_run() -> None:
-    run = Run.of(6, 4, 4, 64)
-    run.scheduler.submit(submit(2, 16, 1))
+@pytest.mark.parametrize(
+    ("free", "repeats", "taken"),
+    [(0, 16, 4), (1, 16, 3), (3, 16, 1), (4, 19, 0), (5, 23, 0), (7, 31, 0), (8, 32, 0)],
+)
+def test_blocks_that_are_cached_are_given_away_for_the_next_steps_only(free: int, repeats: int, taken: int) -> None:
+    run = Run.of(11 + free, 4, 4, 64)
+    run.scheduler.submit(submit(2, 36, 1))
     run.step()
-    assert run.scheduler.pool.cached == 4
+    assert run.scheduler.pool.cached == 9
     run.scheduler.submit(submit(4, 5, 90))
     run.step()
     step = run.scheduler.schedule(0.0, 32)
-    assert step.repeats == 2 * 4 - 5, "as many as its own blocks hold"
-    assert run.scheduler.pool.cached == 4
+    assert step.repeats == repeats
+    assert run.scheduler.pool.cached == 9 - taken
+
+
+def test_a_step_is_run_once_where_the_next_one_has_no_block() -> None:
+    run = Run.of(3, 4, 4, 64)
+    run.scheduler.submit(submit(4, 7, 90))
+    run.scheduler.submit(submit(6, 3, 90))
+    run.step()
+    step = run.scheduler.schedule(0.0, 32)
+    assert (len(step.chunks), step.repeats) == (2, 1)
 
 
 def test_who_has_expired_is_told_after_one_step() -> None:

@@ -17,6 +17,9 @@ from pellucid_server.engine.sequence import Chunk
 
 MOST_STEPS = 256
 """In a row. By then even steps of the smallest models have taken as long as lies between two messages (`pace.py`)."""
+NEXT_STEPS = 16
+"""Nearly all of which run: blocks that they need are needed soon, cached or not. In a pool that has been in use for a
+while everything is cached, and of many sequences one or the other needs a block every few steps."""
 
 
 @dataclass(frozen=True)
@@ -57,10 +60,13 @@ def steps_in_a_row(chunks: Sequence[Chunk], tables: BlockTables, most: int) -> i
     def missing(steps: int) -> int:
         return sum([tables.missing(chunk.sequence, chunk.start + steps) for chunk in chunks])
 
+    def most_within(blocks: int, limit: int) -> int:
+        return max(1, bisect_right(range(1, limit + 1), blocks, key=missing))
+
     # Of blocks that hold nothing of use: what is cached is not given away for steps that may not run.
-    lacking = missing(most)
-    if lacking > tables.pool.free:
-        most = max(1, bisect_right(range(1, most), tables.pool.free, key=missing))
+    lacking, pool = missing(most), tables.pool
+    if lacking > pool.free:
+        most = max(most_within(pool.free, most), most_within(pool.available, min(most, NEXT_STEPS)))
     if lacking > 0:
         for chunk in chunks:
             tables.allocate(chunk.sequence, chunk.start + most)
