@@ -7,6 +7,7 @@ written beforehand. Either way the cache holds what its layout writes, and the r
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -117,3 +118,38 @@ def test_what_is_compared_is_attention(window: int, dtype: torch.dtype) -> None:
     paged = PagedSequences(arranged(window, dtype, 16))
     error = paged.run_all(NativeKernels(VARIANTS[0])).double() - paged.oracle()
     assert error.abs().max() < (2e-2 if dtype == torch.bfloat16 else 4e-4)
+
+
+SMALL = Setup(lengths=(1, 15, 16, 17, 127, 128, 129, 130, 255, 256, 257, 300), kv_heads=5, dim=16, rotary_dim=16)
+"""Heads so small that a unit has several of a row, if there are rows enough."""
+
+
+@pytest.mark.parametrize(
+    ("variant", "group"), [*((variant, 2) for variant in VARIANTS), (VARIANTS[0], 1), (VARIANTS[0], 3)]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, INT8], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"window": 100, "sinks": 20, "rolling": True}, {"alibi": True, "dim": 7, "rotary_dim": 0}, {"bias_width": 9}],
+    ids=str,
+)
+def test_a_unit_of_several_heads_changes_no_bit(
+    changes: dict[str, Any], group: int, dtype: torch.dtype, variant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels = NativeKernels(variant)
+    setup = replace(SMALL, query_heads=5 * group, dtype=dtype, **changes)
+    monkeypatch.setattr(library, "_threads", 1)
+    paged = PagedSequences(setup)
+    paged.v[7][60, 2] = torch.nan  # of one head of one sequence
+    paged.run_all(kernels)
+    rows = [(sequence, length - 1) for sequence, length in enumerate(setup.lengths)]
+    before = held(paged)
+    alone = torch.cat([paged.run(kernels, [row]) for row in rows])
+    spoiled = alone.isnan().any(-1)
+    assert not spoiled[:, : 2 * group].any()
+    assert spoiled[7, 2 * group :].any()
+    for threads in (1, 2, 3):
+        monkeypatch.setattr(library, "_threads", threads)
+        together = paged.run(kernels, rows)
+        assert torch.equal(together.view(torch.int32), alone.view(torch.int32)), f"{threads} threads"
+        assert all(map(torch.equal, held(paged), before)), f"{threads} threads"

@@ -55,14 +55,14 @@ struct Plan {
     }
 };
 
-// What one thread does at a time: a tile's pieces [begin, end) of one kv head. partials -1: all of them, to the end.
+// What one thread does at a time: a tile's pieces [begin, end) of one kv head, or all pieces of some.
 struct Unit {
     const TokenTile* tile;
-    int64_t kv_head;
+    Heads heads;
     int32_t begin, end;
-    int64_t partials;  // where the tile's partials begin
+    int64_t partials;  // where the tile's partials begin; -1: none are kept
 
-    KeyBlock first_block(const Arguments& a) const { return tile->block(a, kv_head, begin); }
+    KeyBlock first_block(const Arguments& a) const { return tile->block(a, heads.first, begin); }
 };
 
 struct Units {
@@ -72,9 +72,12 @@ struct Units {
     bool write = true;
 
     // Tiles that would keep a thread busy for long are cut, so that the others have something to do.
-    void make(const Arguments& a, const Plan& plan, int threads) {
+    // most_rows: (token, query head) pairs of a unit that has several heads.
+    void make(const Arguments& a, const Plan& plan, int threads, int64_t most_rows) {
         const int64_t group = a.query_heads / a.kv_heads, stride = divide_up(a.head_dim, 16) * 16;
         const int64_t most = std::max<int64_t>(1, plan.blocks / (kUnitsPerThread * threads));
+        const auto tiles = static_cast<int64_t>(plan.tiles.size());
+        const int64_t most_heads = std::min(most_rows / group, tiles * a.kv_heads / (kUnitsPerThread * threads));
         all.clear();
         split.clear();
         partials = 0;
@@ -83,24 +86,26 @@ struct Units {
             const TokenTile* tile = &each;
             const int64_t cost = tile->count * tile->pieces();
             const int64_t parts = threads == 1 ? 1 : std::min<int64_t>(divide_up(cost, most), tile->pieces());
+            if (parts <= 1) {
+                const EvenParts heads(a.kv_heads, tile->count > 1 ? 1 : std::max<int64_t>(most_heads, 1));
+                for (int64_t i = 0; i < heads.count; ++i)
+                    all.push_back({tile, {heads.begin(i), heads.size(i)}, 0, tile->pieces(), -1});
+                continue;
+            }
+            write = write && tile->count == 1;
             for (int64_t head = 0; head < a.kv_heads; ++head) {
-                if (parts <= 1) {
-                    all.push_back({tile, head, 0, tile->pieces(), -1});
-                    continue;
-                }
-                write = write && tile->count == 1;
-                split.push_back({tile, head, 0, tile->pieces(), partials});
+                split.push_back({tile, {head, 1}, 0, tile->pieces(), partials});
                 for (int64_t part = 0; part < parts; ++part) {
                     const auto begin = static_cast<int32_t>(tile->pieces() * part / parts);
                     const auto end = static_cast<int32_t>(tile->pieces() * (part + 1) / parts);
-                    all.push_back({tile, head, begin, end, partials});
+                    all.push_back({tile, {head, 1}, begin, end, partials});
                 }
                 partials += tile->pieces() * Partial::size(tile->count * group, stride);
             }
         }
         // A thread begins with rows that it computed; of prompts with the last of them, which see most.
         const auto count = static_cast<int64_t>(all.size());
-        for (int worker = 0; worker < threads && static_cast<int64_t>(plan.tiles.size()) < a.rows; ++worker)
+        for (int worker = 0; worker < threads && tiles < a.rows; ++worker)
             std::reverse(all.begin() + first_unit(worker, count, threads),
                          all.begin() + first_unit(worker + 1, count, threads));
     }
@@ -153,14 +158,20 @@ void write_cache(const Arguments& a) {
 
 // Prefetches what a unit begins with, the linear layer's output: another core may have it.
 void fetch_rows(const Arguments& a, const Unit& unit) {
-    const int64_t row = unit.tile->first, group = a.query_heads / a.kv_heads;
+    const int64_t row = unit.tile->first, group = a.query_heads / a.kv_heads, numbers = unit.heads.count * a.head_dim;
     const auto fetch = [](const float* numbers, int64_t count) {
         for (int64_t i = 0; i < count; i += 16) prefetch(numbers + i);
     };
-    fetch(a.q + row * a.q_stride + unit.kv_head * group * a.head_dim, group * a.head_dim);
+    fetch(a.q + row * a.q_stride + unit.heads.first * group * a.head_dim, group * numbers);
     if (!a.k) return;
-    fetch(a.k + row * a.k_stride + unit.kv_head * a.head_dim, a.head_dim);
-    fetch(a.v + row * a.v_stride + unit.kv_head * a.head_dim, a.head_dim);
+    fetch(a.k + row * a.k_stride + unit.heads.first * a.head_dim, numbers);
+    fetch(a.v + row * a.v_stride + unit.heads.first * a.head_dim, numbers);
+}
+
+// Of a unit that has several heads: small ones, which would wait for single results otherwise.
+template <class Format>
+int64_t rows_at_once(const Arguments& a) {
+    return GranuleFinder<Format>::is_small(a) ? Scores<Format>::kRows : 0;
 }
 
 template <class Format>
@@ -169,7 +180,7 @@ int32_t paged_attention(const Arguments& a) {
     static thread_local Units units;
     plan.make(a);
     const int threads = useful_threads(a.threads, plan.work);
-    units.make(a, plan, threads);
+    units.make(a, plan, threads, rows_at_once<Format>(a));
     float* const partials = a.partials ? a.partials : scratch<float, kAttentionPartials>(units.partials);
     std::atomic<int32_t> own_status{kOk};
     std::atomic<int32_t>& status = a.status ? *a.status : own_status;
@@ -186,19 +197,19 @@ int32_t paged_attention(const Arguments& a) {
         const auto write = [&] {
             if (!writes) return;
             for (int64_t row = tile.first; row < tile.first + tile.count; ++row)
-                write_row(own.writer, a, row, unit.kv_head, unit.kv_head + 1);
+                write_row(own.writer, a, row, unit.heads.first, unit.heads.first + unit.heads.count);
         };
         if (unit.partials < 0)
-            own.attention.run(a, status, tile, unit.kv_head, next, write);
+            own.attention.run(a, status, tile, unit.heads, next, write);
         else
-            own.attention.run_part(a, status, tile, unit.kv_head, next, write, unit.begin, unit.end,
+            own.attention.run_part(a, status, tile, unit.heads.first, next, write, unit.begin, unit.end,
                                    partials + unit.partials);
     });
     const auto split = static_cast<int64_t>(units.split.size());
     if (split == 0) return status;
     for_each_unit(threads, split, [&, &units = units](int64_t i, int) {
         const Unit& unit = units.split[i];
-        kept<Format>().attention.finish(a, status, *unit.tile, unit.kv_head, partials + unit.partials);
+        kept<Format>().attention.finish(a, status, *unit.tile, unit.heads.first, partials + unit.partials);
     });
     return status;
 }
@@ -214,7 +225,7 @@ extern "C" int64_t pellucid_count_partials(const pellucid::Arguments* arguments)
     static thread_local Units units;
     if (const Status status = check(*arguments); status != kOk) return -status;
     plan.make(*arguments);
-    units.make(*arguments, plan, arguments->threads);
+    units.make(*arguments, plan, arguments->threads, 0);
     return units.partials;
 }
 

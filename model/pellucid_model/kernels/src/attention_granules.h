@@ -10,7 +10,7 @@ namespace {
 
 constexpr int kBlock = 128;  // keys per partial softmax
 constexpr int kGranules = kBlock / kGranule;
-constexpr int64_t kSmallBlock = 16 << 10;  // bytes of a key block's keys and values, two of which the nearest cache holds
+constexpr int64_t kSmallBlock = 16 << 10;  // bytes of a block's keys and values, two of which the nearest cache holds
 constexpr int kSomeLines = 48;  // to be prefetched between two products of attention, for each row
 
 // The granules of a key block, of one kv head.
@@ -19,7 +19,14 @@ struct Granules {
     const Number *keys[kGranules], *values[kGranules];
 };
 
-// Where a key block is: its first position in a sequence, of one kv head. Nobody sees anything from `end` on.
+// Those of one head, and what the products with its keys and with its values prefetch.
+template <class Number>
+struct HeadGranules {
+    Granules<Number> here, fetched;
+};
+
+// Where a key block is: its first position in a sequence, of one kv head, or of some from there on. Nobody sees anything
+// from `end` on.
 struct KeyBlock {
     int64_t sequence, kv_head;
     int32_t start, end;
@@ -31,13 +38,20 @@ class GranuleFinder {
     using Number = typename Format::Number;
 
 public:
+    // Whether heads are, of whole granules.
+    static bool is_small(const Arguments& a) {
+        const HeadLayout<Format> layout(a.head_dim, a.block_size);
+        const int64_t bytes = 2 * kBlock * layout.stride * static_cast<int64_t>(sizeof(Number));
+        return layout.granule == kGranule && bytes <= kSmallBlock;
+    }
+
     void start(const Arguments& arguments, int64_t sequence, int64_t kv_head) {
         a_ = &arguments;
         sequence_ = sequence;
         kv_head_ = kv_head;
         layout_ = HeadLayout<Format>(a_->head_dim, a_->block_size);
         nothing_.resize(kGranule * layout_.stride);
-        is_small_ = 2 * kBlock * layout_.stride * static_cast<int64_t>(sizeof(Number)) <= kSmallBlock;
+        is_small_ = is_small(arguments);
     }
 
     // Finds the granules of the keys from position `start` on, of which rows see `local` (from start), `seen` in all,
@@ -57,10 +71,29 @@ public:
         return true;
     }
 
-    // What the products with this block's keys and with its values prefetch, granule by granule: of large blocks these
-    // values, which are needed soon, and the keys ahead; fetch_some does the rest. Of small ones keys and values ahead.
-    const Number* const* fetched_with_keys() const { return is_small_ ? ahead.keys : here.values; }
-    const Number* const* fetched_with_values() const { return is_small_ ? ahead.values : ahead.keys; }
+    // Of the head that is `head` heads behind the first of `heads` that have been looked up. Of large blocks the products
+    // prefetch these values, which are needed soon, and the keys ahead; fetch_some does the rest. Of small ones they
+    // prefetch keys and values of the next head, or what is ahead.
+    HeadGranules<Number> of_head(int64_t head, int64_t heads) const {
+        HeadGranules<Number> own;
+        const int64_t step = a_->block_size * layout_.stride;
+        for (int g = 0; g < kGranules; ++g) {
+            own.here.keys[g] = here.keys[g] + head * step;
+            own.here.values[g] = here.values[g] + head * step;
+        }
+        if (!is_small_) {
+            std::copy_n(own.here.values, kGranules, own.fetched.keys);
+            std::copy_n(ahead.keys, kGranules, own.fetched.values);
+        } else if (head + 1 == heads) {
+            own.fetched = ahead;
+        } else {
+            for (int g = 0; g < kGranules; ++g) {
+                own.fetched.keys[g] = own.here.keys[g] + step;
+                own.fetched.values[g] = own.here.values[g] + step;
+            }
+        }
+        return own;
+    }
 
     // Prefetches a little more of what is ahead, keys before values. To be called wherever nothing is read from memory,
     // so that it works all the time.

@@ -132,7 +132,7 @@ public:
         corrections_[r] = row.correction();
     }
 
-    void run(int64_t row, int64_t count, const GranuleFinder<Int8Cache>& block, int first, int last,
+    void run(int64_t row, int64_t count, const HeadGranules<uint8_t>& block, int first, int last,
              float* scores) const {
         const auto take = [&]<int Most, int Vectors>() {
             with_rows<Most>(count, [&](auto height) { score_granules<height, Vectors>(row, block, first, scores); });
@@ -147,14 +147,14 @@ public:
 
 private:
     template <int Rows, int Vectors>
-    __attribute__((noinline)) void score_granules(int64_t row, const GranuleFinder<Int8Cache>& block, int first,
+    __attribute__((noinline)) void score_granules(int64_t row, const HeadGranules<uint8_t>& block, int first,
                                                   float* scores) const {
         Int8Product product{&parts_[kParts * row * row_width_], row_width_, {}, {}, 4 * kGranule};
         F16 scales[Vectors];
 #pragma GCC unroll 4
         for (int v = 0; v < Vectors; ++v) {
             product.bytes[v] = block.here.keys[first + v];
-            product.ahead[v] = block.fetched_with_keys()[first + v];
+            product.ahead[v] = block.fetched.keys[first + v];
             prefetch_to_l2(product.ahead[v] + kGranule * width_);
             scales[v] = load(reinterpret_cast<const float*>(product.bytes[v] + kGranule * width_));
         }
@@ -180,7 +180,7 @@ template <>
 class ValueSum<Int8Cache> {
 public:
     // As for other formats. What a row does not see has the weight 0.
-    void run(const Arguments& arguments, const GranuleFinder<Int8Cache>& block, const float* exponentials,
+    void run(const Arguments& arguments, const HeadGranules<uint8_t>& block, const float* exponentials,
              const Range* seen, int64_t count, float* out) {
         block_ = &block;
         stride_ = divide_up(arguments.head_dim, 16) * 16;
@@ -242,9 +242,9 @@ private:
 #pragma GCC unroll 4
             for (int v = 0; v < Vectors; ++v) {
                 product.bytes[v] = block_->here.values[g] + 4 * (d + 16 * v);
-                product.ahead[v] = block_->fetched_with_values()[g] + 4 * (d + 16 * v);
+                product.ahead[v] = block_->fetched.values[g] + 4 * (d + 16 * v);
             }
-            if (d == 0) prefetch_to_l2(block_->fetched_with_values()[g] + kGranule * width_);
+            if (d == 0) prefetch_to_l2(block_->fetched.values[g] + kGranule * width_);
             accumulate(product, 0, kGranule / 4, sums);
         }
 #pragma GCC unroll 16
@@ -255,7 +255,7 @@ private:
         }
     }
 
-    const GranuleFinder<Int8Cache>* block_ = nullptr;
+    const HeadGranules<uint8_t>* block_ = nullptr;
     int64_t stride_ = 0, width_ = 0;  // head_dim in whole vectors; of a token in the cache
     Range granules_{0, 0};            // that some row sees
     alignas(64) Activation weights_[kParts * kInt8Rows * kBlock];

@@ -50,11 +50,12 @@ public:
     void set_query(int64_t r, const float* query) { Format::prepare(query, head_dim_, &q_[r * width_]); }
 
     // scores [count, kBlock] of rows `row` to row + count - 1, for the granules first to last - 1 of a key block.
-    void run(int64_t row, int64_t count, const GranuleFinder<Format>& block, int first, int last, float* scores) const {
+    void run(int64_t row, int64_t count, const HeadGranules<typename Format::Number>& block, int first, int last,
+             float* scores) const {
         const auto take = [&]<int Most, int Vectors>() {
             with_rows<Most>(count, [&](auto height) {
                 const ScoreProduct<Format> product{&q_[row * width_], width_, block.here.keys + first,
-                                                   block.fetched_with_keys() + first};
+                                                   block.fetched.keys + first};
                 score_granules<height, Vectors>(product, scores + kGranule * first);
             });
             first += Vectors;

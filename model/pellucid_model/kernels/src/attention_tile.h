@@ -50,10 +50,15 @@ struct Partial {
     static int64_t size(int64_t rows, int64_t stride) { return divide_up(rows * (stride + 2), 16) * 16; }
 };
 
+// Some kv heads, more than one only of a tile that is one row.
+struct Heads {
+    int64_t first, count;
+};
+
 constexpr float kLog2E = 1.44269504f;
 constexpr int64_t kQueriesAhead = 2;  // rows whose queries come from another core's cache meanwhile
 
-// One tile of rows of one kv head, with the memory it works in. Kept by a thread from call to call.
+// One tile of rows of one kv head, or one row of several, with the memory it works in. Kept by a thread from call to call.
 template <class Format>
 class TileAttention {
 public:
@@ -61,9 +66,9 @@ public:
     // write() is called before the first piece that has a position of the tile's own rows: late, for then that part of
     // the cache has been prefetched.
     template <class Write>
-    void run(const Arguments& arguments, std::atomic<int32_t>& status, const TokenTile& tile, int64_t kv_head,
+    void run(const Arguments& arguments, std::atomic<int32_t>& status, const TokenTile& tile, const Heads& heads,
              const KeyBlock& next, const Write& write) {
-        start(arguments, status, tile, kv_head);
+        start(arguments, status, tile, heads);
         const Partial partial(memory_.data(), rows_, stride_);
         for_each_piece(0, tile.pieces(), next, write, [&](int32_t) { return partial; }, [&] { merge(partial); });
         write_result();
@@ -73,7 +78,7 @@ public:
     template <class Write>
     void run_part(const Arguments& arguments, std::atomic<int32_t>& status, const TokenTile& tile, int64_t kv_head,
                   const KeyBlock& next, const Write& write, int32_t begin, int32_t end, float* memory) {
-        start(arguments, status, tile, kv_head);
+        start(arguments, status, tile, {kv_head, 1});
         const auto place = [&](int32_t piece) {
             return Partial(memory + piece * Partial::size(rows_, stride_), rows_, stride_);
         };
@@ -83,22 +88,22 @@ public:
     // Merges what run_part has made of all pieces, and writes the rows of `out`.
     void finish(const Arguments& arguments, std::atomic<int32_t>& status, const TokenTile& tile, int64_t kv_head,
                 float* memory) {
-        start(arguments, status, tile, kv_head);
+        start(arguments, status, tile, {kv_head, 1});
         for (int32_t piece = 0; piece < tile.pieces(); ++piece)
             merge(Partial(memory + piece * Partial::size(rows_, stride_), rows_, stride_));
         write_result();
     }
 
 private:
-    void start(const Arguments& arguments, std::atomic<int32_t>& status, const TokenTile& tile, int64_t kv_head) {
+    void start(const Arguments& arguments, std::atomic<int32_t>& status, const TokenTile& tile, const Heads& heads) {
         a_ = &arguments;
         status_ = &status;
         tile_ = tile;
-        kv_head_ = kv_head;
+        heads_ = heads;
         group_ = a_->query_heads / a_->kv_heads;
-        rows_ = tile.count * group_;
+        rows_ = tile.count * heads.count * group_;
         stride_ = divide_up(a_->head_dim, 16) * 16;
-        block_.start(arguments, a_->row_sequence[tile.first], kv_head);
+        block_.start(arguments, a_->row_sequence[tile.first], heads.first);
         scores_.start(arguments, rows_);
         rotated_.resize(a_->head_dim);
         ranges_.resize(rows_);
@@ -122,10 +127,18 @@ private:
             }
             const bool to_sinks = tile_.to_sinks(piece);
             if (piece == begin || to_sinks != tile_.to_sinks(piece - 1)) look_at(to_sinks);
-            const KeyBlock following = piece + 1 < end ? tile_.block(*a_, kv_head_, piece + 1) : next;
+            const KeyBlock following = piece + 1 < end ? tile_.block(*a_, heads_.first, piece + 1) : next;
             attend_block(tile_.start(piece), to_sinks, following, place(piece));
             done();
         }
+    }
+
+    struct Place {
+        int64_t row, head;  // of the batch, and which of the query heads
+    };
+    Place place_of(int64_t r) const {
+        const int64_t head = heads_.first * group_;
+        return tile_.count == 1 ? Place{tile_.first, head + r} : Place{tile_.first + r / group_, head + r % group_};
     }
 
     // Few rows wait for memory.
@@ -139,13 +152,14 @@ private:
             const int64_t row = tile_.first + t;
             const Visible visible = visible_keys(*a_, row);
             const int64_t position = to_sinks ? sink_query_position(*a_, row) : a_->positions[row];
-            const float* heads = a_->q + row * a_->q_stride + kv_head_ * group_ * a_->head_dim;
+            const float* heads = a_->q + row * a_->q_stride + heads_.first * group_ * a_->head_dim;
             for (int64_t d = 0; t + kQueriesAhead < tile_.count && d < group_ * a_->head_dim; d += 16)
                 prefetch(heads + kQueriesAhead * a_->q_stride + d);
-            for (int64_t g = 0; g < group_; ++g) {
-                scores_.set_query(t * group_ + g, rotated(*a_, heads + g * a_->head_dim, position, rotated_.data()));
+            for (int64_t h = 0; h < heads_.count * group_; ++h) {
+                const int64_t r = t * group_ + h;
+                scores_.set_query(r, rotated(*a_, heads + h * a_->head_dim, position, rotated_.data()));
                 fetch_some();
-                ranges_[t * group_ + g] = to_sinks ? visible.sinks : visible.window;
+                ranges_[r] = to_sinks ? visible.sinks : visible.window;
             }
         }
     }
@@ -164,16 +178,26 @@ private:
             *status_ = kBadBlock;
             return;
         }
+        const int first = seen.begin / kGranule, last = (seen.end + kGranule - 1) / kGranule;
         const EvenParts parts(rows_, Scores<Format>::kRows);
         for (int64_t part = 0; part < parts.count; ++part) {
-            const int64_t row = parts.begin(part), count = parts.size(part);
-            const int last = (seen.end + kGranule - 1) / kGranule;
-            scores_.run(row, count, block_, seen.begin / kGranule, last, score_);
-            for (int64_t r = row; r < row + count; ++r) {
-                softmax(r, &score_[(r - row) * kBlock], seen, start, to_sinks, partial);
+            const int64_t begin = parts.begin(part), end = begin + parts.size(part);
+            // Several heads are one part.
+            const int64_t count = heads_.count > 1 ? group_ : end - begin;
+            HeadGranules<typename Format::Number> granules;
+            for (int64_t row = begin; row < end; row += count) {
+                granules = block_.of_head(heads_.count > 1 ? row / group_ : 0, heads_.count);
+                scores_.run(row, count, granules, first, last, &score_[(row - begin) * kBlock]);
+            }
+            for (int64_t r = begin; r < end; ++r) {
+                softmax(r, &score_[(r - begin) * kBlock], seen, start, to_sinks, partial);
                 fetch_some();
             }
-            values_.run(*a_, block_, score_, &local_[row], count, partial.values + row * stride_);
+            for (int64_t row = begin; row < end; row += count) {
+                if (heads_.count > 1) granules = block_.of_head(row / group_, heads_.count);
+                values_.run(*a_, granules, &score_[(row - begin) * kBlock], &local_[row], count,
+                            partial.values + row * stride_);
+            }
         }
         block_.skip(seen);
     }
@@ -209,7 +233,7 @@ private:
         if (local_[r].empty()) return clear(any.begin / 16 * 16, any.end);
         clear(any.begin / 16 * 16, local_[r].begin / 16 * 16);
         clear((local_[r].end + 15) / 16 * 16, any.end);
-        const int64_t row = tile_.first + r / group_, head = kv_head_ * group_ + r % group_;
+        const auto [row, head] = place_of(r);
         const int64_t query = to_sinks ? sink_query_position(*a_, row) : a_->positions[row];
         // Scores that are only multiplied, which does not change which is the largest, are so when that is known.
         const bool plain = a_->scale > 0 && !(a_->softcap > 0) && !a_->alibi_slopes && !a_->distance_bias;
@@ -268,7 +292,7 @@ private:
     void write_result() {
         for (int64_t r = 0; r < rows_; ++r) {
             fetch_some();
-            const int64_t row = tile_.first + r / group_, head = kv_head_ * group_ + r % group_;
+            const auto [row, head] = place_of(r);
             float* out = a_->out + (row * a_->query_heads + head) * a_->head_dim;
             for (int64_t d = 0; d < a_->head_dim; d += 16)
                 store(out + d, load(&total_[r * stride_ + d]) / broadcast(sum_[r]),
@@ -279,7 +303,8 @@ private:
     const Arguments* a_ = nullptr;
     std::atomic<int32_t>* status_ = nullptr;
     TokenTile tile_{};
-    int64_t kv_head_ = 0, group_ = 0;
+    Heads heads_{0, 1};
+    int64_t group_ = 0;
     int64_t rows_ = 0;    // (token, query head) pairs, the heads of a token side by side
     int64_t stride_ = 0;  // head_dim, in whole vectors
     GranuleFinder<Format> block_;

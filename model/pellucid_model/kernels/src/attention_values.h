@@ -48,7 +48,7 @@ public:
     // Packs of keys that some row sees go through one tile: what a row does not see has the weight 0, which adds nothing
     // as long as the values are finite. Where they are not, the tile has the packs that all rows see, and the ragged
     // ends before and after them go row by row, so that the chains of each row stay in key order.
-    void run(const Arguments& arguments, const GranuleFinder<Format>& block, const float* exponentials,
+    void run(const Arguments& arguments, const HeadGranules<Number>& block, const float* exponentials,
              const Range* seen, int64_t count, float* out) {
         a_ = &arguments;
         block_ = &block;
@@ -182,7 +182,7 @@ private:
         using Product = ValueProduct<Format, false>;
         const auto product = [&](int chain) {
             const int at = g + chain;
-            return Product{weights + at * kGranule, values[at], block_->fetched_with_values()[at], width_,
+            return Product{weights + at * kGranule, values[at], block_->fetched.values[at], width_,
                            static_cast<int>(a_->head_dim)};
         };
         const Product products[kChains] = {product(0), product(1), product(2), product(3)};
@@ -217,7 +217,7 @@ private:
             for (int v = 0; v < Vectors; ++v) sums[r][v] = load(memory + r * stride_ + 16 * v);
         for (int g = keys.begin / kGranule; g * kGranule < keys.end; ++g) {
             const ValueProduct<Format, Whole> product{weights + g * kGranule, values[g] + d * Format::kPack,
-                                                      block_->fetched_with_values()[g] + d * Format::kPack, width_,
+                                                      block_->fetched.values[g] + d * Format::kPack, width_,
                                                       static_cast<int>(a_->head_dim - d)};
             const Range packs = keys.clip(g * kGranule, (g + 1) * kGranule).from(g * kGranule);
             if (packs.size() == kGranule)
@@ -232,7 +232,7 @@ private:
     }
 
     const Arguments* a_ = nullptr;
-    const GranuleFinder<Format>* block_ = nullptr;
+    const HeadGranules<Number>* block_ = nullptr;
     int64_t stride_ = 0;         // from one row's sums to the next
     int64_t width_ = 0;          // of a token in the cache
     std::vector<Number> edge_;   // a granule, one pair of which holds half a pair

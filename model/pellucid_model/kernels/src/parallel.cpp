@@ -149,7 +149,8 @@ public:
             if (!is_over(owner)) drain(owner);
         }
         for (int owner = 0; owner < threads; ++owner)
-            for (int spins = 1; !is_over(owner); ++spins) spins % kSpins == 0 ? step_out(std::this_thread::yield) : own.wait_a_little();
+            for (int spins = 1; !is_over(owner); ++spins)
+                spins % kSpins == 0 ? step_out(std::this_thread::yield) : own.wait_a_little();
     }
 
     // Steps out of the job for as long as body() takes.
