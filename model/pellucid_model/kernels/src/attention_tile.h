@@ -179,14 +179,17 @@ private:
             return;
         }
         const int first = seen.begin / kGranule, last = (seen.end + kGranule - 1) / kGranule;
+        auto granules = block_.of_head(0, heads_.count);
+        const auto take_head_of = [&](int64_t row) {
+            if (heads_.count > 1) granules = block_.of_head(row / group_, heads_.count);
+        };
         const EvenParts parts(rows_, Scores<Format>::kRows);
         for (int64_t part = 0; part < parts.count; ++part) {
             const int64_t begin = parts.begin(part), end = begin + parts.size(part);
             // Several heads are one part.
             const int64_t count = heads_.count > 1 ? group_ : end - begin;
-            HeadGranules<typename Format::Number> granules;
             for (int64_t row = begin; row < end; row += count) {
-                granules = block_.of_head(heads_.count > 1 ? row / group_ : 0, heads_.count);
+                take_head_of(row);
                 scores_.run(row, count, granules, first, last, &score_[(row - begin) * kBlock]);
             }
             for (int64_t r = begin; r < end; ++r) {
@@ -194,7 +197,7 @@ private:
                 fetch_some();
             }
             for (int64_t row = begin; row < end; row += count) {
-                if (heads_.count > 1) granules = block_.of_head(row / group_, heads_.count);
+                take_head_of(row);
                 values_.run(*a_, granules, &score_[(row - begin) * kBlock], &local_[row], count,
                             partial.values + row * stride_);
             }
