@@ -338,7 +338,9 @@ def test_what_goes_out_is_written_beside_the_steps(monkeypatch: pytest.MonkeyPat
 
 @needs_kernels
 @pytest.mark.parametrize("threads", [1, 2])
-def test_steps_go_on_where_nobody_reads_what_goes_out(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
+def test_a_row_ends_after_a_step_where_nobody_reads_what_goes_out(
+    monkeypatch: pytest.MonkeyPatch, threads: int
+) -> None:
     monkeypatch.setattr(library, "_threads", threads)
     plan, (ours, theirs) = tiny_plan(), socket.socketpair()
     expected = steps_in_a_row(tiny_plan(), most=1)[0]
@@ -346,7 +348,7 @@ def test_steps_go_on_where_nobody_reads_what_goes_out(monkeypatch: pytest.Monkey
         theirs.close()
         plan.run(batch_of(plan, (0, 0), PROMPTS))
         ran = plan.run_steps(decode(plan, [5, 6], 0), replace(sampling_of(12), descriptor=ours.fileno(), outgoing=b"x"))
-    assert (ran.sampled.tolist(), ran.written) == (expected, 0), "a closed connection ends the row after a step"
+    assert (ran.sampled.tolist(), ran.written) == (expected, 0)
 
 
 @needs_kernels

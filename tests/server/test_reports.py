@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from pellucid_server.engine import engine as engine_module
@@ -336,6 +337,46 @@ def test_a_run_ends_where_there_is_something_to_tell(frontend: Frontend, monkeyp
             reported_at = report.at[-1]
         else:
             assert report.at[-1] < due, "a report was due and has not been sent"
+
+
+@needs_kernels
+def test_what_is_posted_arrives_once_and_in_order_whatever_comes_next(
+    frontend: Frontend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts, single steps of a company with penalties, aborts of all that runs, rest."""
+    posts, post = [0], EngineConnection.post
+
+    def counted(connection: EngineConnection, report: StepDone) -> None:
+        posts[0] += 1
+        post(connection, report)
+
+    monkeypatch.setattr(EngineConnection, "post", counted)
+    penalised = msgspec.structs.replace(GREEDY, presence_penalty=0.5)
+    wishes = [
+        (prompt, 60 + 7 * index, GREEDY if index % 3 else penalised)
+        for index, prompt in enumerate([[5, 6, 7], [8, 9], [10] * 30, [11, 12], [13], [5, 6, 8], [14] * 50])
+    ]
+    expected = []
+    for key, (prompt, count, sampling) in enumerate(wishes):  # alone, all of it told at the end
+        frontend.send(submission(key, prompt, count, sampling=sampling))
+        frontend.read_until_end(key)
+        expected.append([token for one in frontend.progress if one.key == key for token in one.tokens])
+    monkeypatch.setattr(engine_module, "message_gap", lambda streams: 0.0003)
+    before = posts[0]
+    for first in range(10, 70, 20):
+        frontend.send(endless(first + 10, [5, 6, 7]))
+        for key, (prompt, count, sampling) in enumerate(wishes, first):
+            frontend.send(submission(key, prompt, count, sampling=sampling))
+            frontend.read_until(first + 10, frontend.count(first + 10) + 3)
+        for key in range(first, first + len(wishes)):
+            frontend.read_until_end(key)
+        frontend.read_until(first + 10, frontend.count(first + 10) + 30)
+        frontend.send(Abort(first + 10))
+        for key, tokens in enumerate(expected, first):
+            assert [token for one in frontend.progress if one.key == key for token in one.tokens] == tokens
+    moments = [moment for report in frontend.reports for moment in report.at]
+    assert moments == sorted(moments)
+    assert posts[0] > before + 10
 
 
 @needs_kernels

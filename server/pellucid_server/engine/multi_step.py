@@ -18,8 +18,8 @@ from pellucid_server.engine.sequence import Chunk
 MOST_STEPS = 256
 """In a row. By then even steps of the smallest models have taken as long as lies between two messages (`pace.py`)."""
 NEXT_STEPS = 16
-"""Nearly all of which run: blocks that they need are needed soon, cached or not. In a pool that has been in use for a
-while everything is cached, and of many sequences one or the other needs a block every few steps."""
+"""Steps that nearly always run, and may have cached blocks too. In a pool that has been in use for a while everything
+is cached, and of many sequences one or the other needs a block every few steps."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def steps_in_a_row(chunks: Sequence[Chunk], tables: BlockTables, most: int) -> i
     def most_within(blocks: int, limit: int) -> int:
         return max(1, bisect_right(range(1, limit + 1), blocks, key=missing))
 
-    # Of blocks that hold nothing of use: what is cached is not given away for steps that may not run.
+    # Of blocks that hold nothing of use; what is cached goes for the next steps only, not for those that may not run.
     lacking, pool = missing(most), tables.pool
     if lacking > pool.free:
         most = max(most_within(pool.free, most), most_within(pool.available, min(most, NEXT_STEPS)))

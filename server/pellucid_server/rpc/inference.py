@@ -35,7 +35,7 @@ SERVICE = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_nam
 
 
 SHORT_TEXT = 256
-"""Characters of a prompt that is tokenized on the spot, which takes 0.1 ms at the most."""
+"""Characters of a prompt that is tokenized on the spot, which takes about 0.1 ms at the most."""
 
 
 @dataclass(frozen=True)

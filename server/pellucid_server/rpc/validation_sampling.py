@@ -21,11 +21,8 @@ def validated_sampling(violations: Violations, given: types_pb2.SamplingParams, 
     """Every value resolved; a seed that is unset is drawn here."""
     values: dict[str, Any] = {}
     for name, option in SAMPLING.items():
-        if given.HasField(name):
-            values[name] = getattr(given, name)
-            violations.check(f"sampling.{name}", values[name], option)
-        else:
-            values[name] = getattr(model.sampling, name)
+        values[name] = getattr(given, name) if given.HasField(name) else getattr(model.sampling, name)
+        violations.check(f"sampling.{name}", values[name], option)  # a default may have become 0 as it was rounded
     return Sampling(
         seed=given.seed if given.HasField("seed") else secrets.randbits(64),
         logit_bias=_logit_bias(violations, given, model),

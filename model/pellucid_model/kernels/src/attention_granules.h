@@ -38,7 +38,7 @@ class GranuleFinder {
     using Number = typename Format::Number;
 
 public:
-    // Whether heads are, of whole granules.
+    // Whether a key block of a head is small, and has whole granules.
     static bool is_small(const Arguments& a) {
         const HeadLayout<Format> layout(a.head_dim, a.block_size);
         const int64_t bytes = 2 * kBlock * layout.stride * static_cast<int64_t>(sizeof(Number));
@@ -73,21 +73,22 @@ public:
 
     // Of the head that is `head` heads behind the first of `heads` that have been looked up. Of large blocks the products
     // prefetch these values, which are needed soon, and the keys ahead; fetch_some does the rest. Of small ones they
-    // prefetch keys and values of the next head, or what is ahead.
-    HeadGranules<Number> of_head(int64_t head, int64_t heads) const {
+    // prefetch keys and values of the next head, or what is ahead. Of granules [first, last), none of which is missing where
+    // there are several heads.
+    HeadGranules<Number> of_head(int64_t head, int64_t heads, int first, int last) const {
         HeadGranules<Number> own;
         const int64_t step = a_->block_size * layout_.stride;
-        for (int g = 0; g < kGranules; ++g) {
+        for (int g = first; g < last; ++g) {
             own.here.keys[g] = here.keys[g] + head * step;
             own.here.values[g] = here.values[g] + head * step;
         }
         if (!is_small_) {
-            std::copy_n(own.here.values, kGranules, own.fetched.keys);
-            std::copy_n(ahead.keys, kGranules, own.fetched.values);
+            std::copy(own.here.values + first, own.here.values + last, own.fetched.keys + first);
+            std::copy(ahead.keys + first, ahead.keys + last, own.fetched.values + first);
         } else if (head + 1 == heads) {
             own.fetched = ahead;
         } else {
-            for (int g = 0; g < kGranules; ++g) {
+            for (int g = first; g < last; ++g) {
                 own.fetched.keys[g] = own.here.keys[g] + step;
                 own.fetched.values[g] = own.here.values[g] + step;
             }

@@ -179,9 +179,9 @@ private:
             return;
         }
         const int first = seen.begin / kGranule, last = (seen.end + kGranule - 1) / kGranule;
-        auto granules = block_.of_head(0, heads_.count);
+        auto granules = block_.of_head(0, heads_.count, first, last);
         const auto take_head_of = [&](int64_t row) {
-            if (heads_.count > 1) granules = block_.of_head(row / group_, heads_.count);
+            if (heads_.count > 1) granules = block_.of_head(row / group_, heads_.count, first, last);
         };
         const EvenParts parts(rows_, Scores<Format>::kRows);
         for (int64_t part = 0; part < parts.count; ++part) {

@@ -62,15 +62,14 @@ void run_instructions(Step& step, const Instruction* begin, const Instruction* e
 int32_t run_plan(const Instruction* instructions, int64_t count, const Batch& batch, const Errand* errand) {
     const Instruction* const end = instructions + count;
     Shared shared;
-    const int32_t unfit = find_shared(batch, instructions, end, shared);
-    std::atomic<bool> is_taken{!errand};
-    if (unfit == kOk) work_together(batch.threads, [&](int member) {
-        if (member == batch.threads - 1 && !is_taken.exchange(true)) step_aside(errand->call, errand->context);
+    if (const int32_t unfit = find_shared(batch, instructions, end, shared); unfit != kOk) return unfit;
+    work_together(batch.threads, [&](int member) {
+        if (errand && member > 0 && member == batch.threads - 1) step_aside(errand->call, errand->context);
         Step step(batch, end, shared, member);
         run_instructions(step, instructions, end, shared.status);
+        while_waiting(nullptr, nullptr);
     });
-    if (!is_taken) errand->call(errand->context);  // that member has come too late
-    return unfit == kOk ? shared.status.load() : unfit;
+    return shared.status;
 }
 
 }  // namespace pellucid

@@ -29,7 +29,7 @@ struct Batch {
 
 struct Instruction;
 
-// Something that one thread does while the others begin with a step, and maybe longer.
+// Something that the last of several threads does while the others begin with a step, if it comes in time; maybe longer.
 struct Errand {
     void (*call)(void*);
     void* context;

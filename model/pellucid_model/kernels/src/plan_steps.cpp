@@ -44,20 +44,16 @@ bool is_readable(int32_t descriptor) {
     return descriptor >= 0 && poll(&asked, 1, 0) != 0;
 }
 
-// Writes what is going out, by whoever has time: the thread that does so wakes up a reader, who may take its processor for
-// as long as a step.
+// Writes what is going out, once, by whoever comes first: a reader that wakes up may take that thread's processor for as long
+// as a step.
 class Writing {
 public:
-    explicit Writing(Steps& steps) : steps_(steps), is_done_(steps.outgoing_size == 0) { steps.written = 0; }
+    explicit Writing(Steps& steps) : steps_(steps) { steps.written = 0; }
 
-    const Errand* errand() const { return is_done_ ? nullptr : &errand_; }
+    const Errand* errand() const { return steps_.outgoing_size > 0 ? &errand_ : nullptr; }
 
-    void wait() const {
-        while (!is_done_) std::this_thread::yield();
-    }
-
-private:
     void write_all() {
+        if (is_taken_.exchange(true)) return;
         while (steps_.written < steps_.outgoing_size) {
             const auto at = steps_.outgoing + steps_.written;
             const ssize_t count = write(steps_.descriptor, at, steps_.outgoing_size - steps_.written);
@@ -67,8 +63,14 @@ private:
         is_done_ = true;
     }
 
+    void finish() {
+        write_all();
+        while (!is_done_) std::this_thread::sleep_for(std::chrono::microseconds(20));
+    }
+
+private:
     Steps& steps_;
-    std::atomic<bool> is_done_;
+    std::atomic<bool> is_taken_{false}, is_done_{false};
     const Errand errand_{[](void* own) { static_cast<Writing*>(own)->write_all(); }, this};
 };
 
@@ -102,6 +104,7 @@ extern "C" int32_t pellucid_run_steps(const pellucid::Instruction* instructions,
     const int64_t sequences = batch->sequences;
     Writing writing(*steps);
     int32_t status = 0;
+    if (batch->threads == 1) writing.write_all();
     for (steps->done = 0; steps->done < steps->most;) {
         status = run_plan(instructions, count, *batch, steps->done == 0 ? writing.errand() : nullptr);
         if (status != 0) break;
@@ -110,10 +113,11 @@ extern "C" int32_t pellucid_run_steps(const pellucid::Instruction* instructions,
                         sampled);
         const double now = monotonic_seconds();
         steps->ended[steps->done++] = now;
+        writing.write_all();  // if that thread came too late
         if (now >= steps->until || ends_a_sequence(*steps, sampled, sequences)) break;
         if (is_readable(steps->descriptor)) break;
         move_on(*batch, *steps, sampled);
     }
-    writing.wait();
+    writing.finish();
     return status;
 }
