@@ -93,7 +93,7 @@ public:
 
     FirstWeights first_weights(int worker) const {
         if (!reads_once() || worker >= threads_) return {};
-        const Run visit = first_visit(run_at(first_unit(worker, runs_each_ * threads_, threads_)));
+        const Run visit = first_visit_of(worker);
         const Weights weights = read(visit);
         const std::byte* first = weights.gate ? weights.gate : weights.weights;
         return {first, first + (a_.rows <= Format::kWideRows ? half(visit) : 0) * panel_bytes_};
@@ -213,12 +213,17 @@ private:
     }
     Weights first_read(const Run& run) const { return read(first_visit(run)); }
 
+    // What a worker begins with.
+    Run first_visit_of(int worker) const {
+        const int64_t run_count = runs_each_ * threads_;
+        const int64_t unit = first_unit(worker, run_count * row_parts().count, threads_);
+        return first_visit(run_at(unit % run_count));
+    }
+
     // What this worker reads first in the operator that comes next.
     static Weights read_behind(const std::optional<Linear>& next, int worker) {
         if (!next || worker >= next->threads_) return {};
-        const int64_t run_count = next->runs_each_ * next->threads_;
-        const int64_t unit = first_unit(worker, run_count * next->row_parts().count, next->threads_);
-        return next->first_read(next->run_at(unit % run_count));
+        return next->read(next->first_visit_of(worker));
     }
 
     static int64_t half(const Run& visit) { return (visit.last - visit.first) / 2; }
