@@ -191,12 +191,13 @@ def test_avx512_and_avx2_give_the_same_bits() -> None:
         assert torch.equal(*results)
 
 
-def test_avx512_bf16_gives_the_bits_of_avx512_where_nothing_is_bfloat16() -> None:
-    if not {"avx512-bf16", "avx512"} <= set(library.supported_variants()):
-        pytest.skip("this CPU has no AVX-512 with bfloat16")
+@pytest.mark.parametrize("variant", library.WITH_BFLOAT16)
+def test_variants_with_bfloat16_give_the_bits_of_avx512_where_nothing_is_bfloat16(variant: str) -> None:
+    if not {variant, "avx512"} <= set(library.supported_variants()):
+        pytest.skip(f"this CPU has no {variant}")
     for setup in SETUPS.values():
         if setup.dtype != BF16:
-            results = [PagedSequences(setup).run_all(NativeKernels(name)) for name in ("avx512-bf16", "avx512")]
+            results = [PagedSequences(setup).run_all(NativeKernels(name)) for name in (variant, "avx512")]
             assert torch.equal(*results)
 
 

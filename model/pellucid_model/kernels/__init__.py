@@ -8,7 +8,7 @@
     fallback  plain torch, for any device; slower, and not batch-invariant.
 
 `accelerate(model, kernels, format)` puts them under a model's standard layers, and `RotaryTables` makes the angles.
-PELLUCID_KERNELS=torch|portable|avx2|avx512|avx512-bf16 forces what runs on the CPU.
+PELLUCID_KERNELS=torch|portable|avx2|avx512|avx512-bf16|amx forces what runs on the CPU.
 """
 
 from __future__ import annotations

@@ -45,8 +45,11 @@ class Variant:
         return HERE / f"_kernels_{self.name.replace('-', '_')}.so"
 
 
+_AVX512_BF16 = ("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16")
+
 VARIANTS = (
-    Variant("avx512-bf16", ("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16"), "x86_64"),
+    Variant("amx", (*_AVX512_BF16, "-mamx-tile", "-mamx-bf16", "-mamx-int8"), "x86_64"),
+    Variant("avx512-bf16", _AVX512_BF16, "x86_64"),
     Variant("avx512", ("-march=x86-64-v4", "-mavx512vnni"), "x86_64"),
     Variant("avx2", ("-march=x86-64-v3",), "x86_64"),
     Variant("portable"),

@@ -49,7 +49,7 @@ class Kernels(Protocol):
 
     @property
     def name(self) -> str:
-        """What runs: a compiled variant ("avx512-bf16", "avx512", "avx2", "portable") or "torch"."""
+        """What runs: a compiled variant ("amx", "avx512-bf16", "avx512", "avx2", "portable") or "torch"."""
         ...
 
     @property

@@ -11,8 +11,10 @@ import functools
 import os
 from pathlib import Path
 
-VARIANTS = ("avx512-bf16", "avx512", "avx2", "portable")
+VARIANTS = ("amx", "avx512-bf16", "avx512", "avx2", "portable")
 """Best first; the same names as in build.py."""
+WITH_BFLOAT16 = ("amx", "avx512-bf16")
+"""Those that multiply bfloat16 as it is; others widen it."""
 
 
 def supported_variants() -> tuple[str, ...]:

@@ -153,7 +153,7 @@ def choose_dtype(
         raise ModelError("--dtype float16 needs a CUDA device; on the CPU use auto, bfloat16 or float32")
     if wanted != "auto":
         return DTYPES[wanted]
-    native = device.type == "cuda" or kernels.name == "avx512-bf16"
+    native = device.type == "cuda" or kernels.name in library.WITH_BFLOAT16
     dtype = torch.bfloat16 if native and stored != torch.float16 else torch.float32
     if dtype.itemsize < stored.itemsize:
         notices.append(

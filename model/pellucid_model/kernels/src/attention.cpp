@@ -187,6 +187,7 @@ int32_t paged_attention(const Arguments& a) {
     if (a.k && !units.write) write_cache<Format>(a);
     const auto count = static_cast<int64_t>(units.all.size());
     for_each_unit(threads, count, [&, &units = units](int64_t i, int worker) {
+        [[maybe_unused]] const UsingTiles tiles_are_used;
         const Unit& unit = units.all[i];
         const TokenTile& tile = *unit.tile;
         const bool last = i + 1 == count || i + 1 == first_unit(worker + 1, count, threads);
@@ -235,7 +236,11 @@ extern "C" int32_t pellucid_paged_attention(const pellucid::Arguments* arguments
     using namespace pellucid;
     if (const Status status = check(*arguments); status != kOk) return status;
     switch (arguments->cache_format) {
-        case kBfloat16Cache: return paged_attention<Bfloat16Format>(*arguments);
+        case kBfloat16Cache:
+#if defined(PELLUCID_AMX)
+            if (TiledCache::fits(*arguments)) return paged_attention<TiledCache>(*arguments);
+#endif
+            return paged_attention<Bfloat16Format>(*arguments);
         case kInt8Cache: return paged_attention<Int8Cache>(*arguments);
         default: return paged_attention<Float32Format>(*arguments);
     }

@@ -37,7 +37,8 @@ class Scores {
     using Left = typename Format::Left;
 
 public:
-    static constexpr int kRows = kTileRows;  // that one run takes at the most
+    static constexpr int kRows = kTileRows;    // that one run takes at the most
+    static constexpr int kMemoryRows = kRows;  // of the memory for the scores of so many rows
 
     // Forgets all queries and makes room for those of `rows` rows.
     void start(const Arguments& arguments, int64_t rows) {

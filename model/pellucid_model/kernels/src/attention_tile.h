@@ -17,8 +17,7 @@
 #include <vector>
 
 #include "attention_int8.h"
-#include "attention_scores.h"
-#include "attention_values.h"
+#include "attention_tiles.h"
 
 namespace pellucid {
 namespace {
@@ -226,16 +225,16 @@ private:
         return s * broadcast(kLog2E);
     }
 
-    // Turns the scores of a row into exponentials relative to their largest, in all granules where any row sees
-    // something; what the row itself does not see becomes 0.
+    // Turns the scores of a row into exponentials relative to their largest, for all keys that are multiplied with values
+    // if any row sees something there; what the row itself does not see becomes 0.
     __attribute__((noinline)) void softmax(int64_t r, float* scores, Range any, int32_t start, bool to_sinks,
                                            const Partial& partial) const {
+        using Weights = Exponentials<Format>;
         const auto clear = [=](int at, int end) {
-            for (; at < end; at += 16) store(scores + at, broadcast(0.0f));
+            for (; at < end; at += 16) Weights::put(scores, at, broadcast(0.0f));
         };
-        if (local_[r].empty()) return clear(any.begin / 16 * 16, any.end);
-        clear(any.begin / 16 * 16, local_[r].begin / 16 * 16);
-        clear((local_[r].end + 15) / 16 * 16, any.end);
+        any = {any.begin / Weights::kKeys * Weights::kKeys, divide_up(any.end, Weights::kKeys) * Weights::kKeys};
+        if (local_[r].empty()) return clear(any.begin, any.end);
         const auto [row, head] = place_of(r);
         const int64_t query = to_sinks ? sink_query_position(*a_, row) : a_->positions[row];
         // Scores that are only multiplied, which does not change which is the largest, are so when that is known.
@@ -259,11 +258,13 @@ private:
         const F16 reference = broadcast(std::max(bound, std::numeric_limits<float>::lowest()));
         F16 sum = broadcast(0.0f);
         for (int at = seen.begin / 16 * 16; at < seen.end; at += 16) {
-            const F16 e = exp2((load(scores + at) - reference) * broadcast(scale));
-            store(scores + at, e);
+            const F16 e = Weights::of((load(scores + at) - reference) * broadcast(scale));
+            Weights::put(scores, at, e);
             sum = sum + e;
         }
         partial.sum[r] = horizontal_sum(sum);
+        clear(any.begin, seen.begin / 16 * 16);
+        clear((seen.end + 15) / 16 * 16, any.end);
     }
 
     void merge(const Partial& partial) {
@@ -315,7 +316,7 @@ private:
     ValueSum<Format> values_;
     std::vector<float> rotated_;           // [head_dim]
     std::vector<Range> ranges_, local_;    // [rows]; local_: in this block, from its start
-    alignas(64) float score_[kTileRows * kBlock] = {};
+    alignas(64) float score_[Scores<Format>::kMemoryRows * kBlock] = {};
     std::vector<float> memory_;                // a Partial
     std::vector<float> total_, largest_, sum_;  // of all blocks so far
     std::vector<float> before_, added_;        // factors of a merge

@@ -12,6 +12,16 @@ namespace {
 
 constexpr int kChains = 4;  // of a row's only vector
 
+// How the weights of a row's values are made, and where they are put.
+template <class Format>
+struct Exponentials {
+    static constexpr int kKeys = kGranule;  // that are multiplied together
+
+    static PELLUCID_INLINE F16 of(F16 x) { return exp2(x); }
+    // Of 16 keys, in the place of their scores.
+    static PELLUCID_INLINE void put(float* row, int at, F16 weights) { store(row + at, weights); }
+};
+
 // sums[r] += weight[r][key] * value[key] over a granule: 16 dimensions per vector, one chain over the keys.
 template <class Format, bool Whole>
 struct ValueProduct {

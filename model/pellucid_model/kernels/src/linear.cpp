@@ -12,6 +12,7 @@
 
 #include "cache_reading.h"
 #include "linear_finish.h"
+#include "linear_tiles.h"
 #include "parallel.h"
 #include "quantized_formats.h"
 #include "scratch.h"
@@ -88,7 +89,7 @@ public:
     }
 
     static int64_t prepared_bytes(const LinearArguments& a) {
-        return takes_floats(a) ? 0 : a.rows * Format::left_per_row(a.inputs) * static_cast<int64_t>(sizeof(Left));
+        return takes_floats(a) ? 0 : left_count(a) * static_cast<int64_t>(sizeof(Left));
     }
 
     FirstWeights first_weights(int worker) const {
@@ -102,6 +103,17 @@ public:
 private:
     static int matrices(const LinearLayer& layer) { return layer.gate_weight ? 2 : 1; }
 
+    // Of prepared rows, and of those that a tile may read behind them.
+    static int64_t left_count(const LinearArguments& a) {
+        constexpr int64_t kBehind = Format::kStep > 1 ? Format::kRows - 1 : 0;
+        return (a.rows + kBehind) * Format::left_per_row(a.inputs);
+    }
+
+    template <int Vectors>
+    static constexpr int step_of() {
+        return Vectors > 2 ? Format::kWideStep : Format::kStep;
+    }
+
     static bool takes_floats(const LinearArguments& a) { return Format::kTakesFloats && a.norm == kNoNorm; }
 
     // A team shares out many rows. Of few each member prepares all for itself, which takes less time than to wait for
@@ -112,7 +124,7 @@ private:
         const int64_t work = a_.inputs * kPrepareWork;
         const bool shared = useful_threads(threads_, a_.rows * work) > 1;
         Left* const left =
-            shared && a_.prepared ? static_cast<Left*>(a_.prepared) : scratch<Left, kPreparedRows>(a_.rows * stride_);
+            shared && a_.prepared ? static_cast<Left*>(a_.prepared) : scratch<Left, kPreparedRows>(left_count(a_));
         const auto prepare_row = [&](int64_t row) {
             Format::prepare(normalised(a_.x + row * a_.inputs), a_.inputs, left + row * stride_);
         };
@@ -146,12 +158,13 @@ private:
         std::optional<Linear> operator_behind;  // made here, for within a unit there is one thread
         const bool fetches_next = !reads_once() && a_.next && a_.next->format == a_.format && a_.next->rows > 0;
         if (fetches_next) operator_behind.emplace(*a_.next);
-        const int64_t run_count = runs_each_ * threads_, units = run_count * parts.count;
+        const int64_t units = runs_each_ * threads_ * parts.count;
         for_each_unit(threads_, units, [&](int64_t unit, int worker) {
-            const Run run = run_at(unit % run_count);
-            const int64_t row = parts.begin(unit / run_count), rows = parts.size(unit / run_count);
+            [[maybe_unused]] const UsingTiles tiles_are_used;
+            const auto [run, part] = place_of(unit, parts.count);
+            const int64_t row = parts.begin(part), rows = parts.size(part);
             const bool last = unit + 1 == first_unit(worker + 1, units, threads_);
-            const Weights then = last ? read_behind(operator_behind, worker) : first_read(run_at((unit + 1) % run_count));
+            const Weights then = last ? read_behind(operator_behind, worker) : first_read(place_of(unit + 1, parts.count).run);
             const EvenParts tiles(rows, Format::kRows);
             for (Run visit = first_visit(run); visit.first < run.last; visit = next_visit(run, visit)) {
                 const Run next = next_visit(run, visit);
@@ -165,13 +178,27 @@ private:
         });
     }
 
-    // One for few rows: threads share out the panels, and every weight is read once. Of many, each thread takes its own,
-    // which no other core has touched then: as many in a part as the cache holds.
+    // As many rows as the cache holds. Where threads share out the panels, every weight is read once for each part. Else
+    // each thread takes rows of its own, which no other core has touched then.
     EvenParts row_parts() const {
-        if (a_.rows < threads_ * kRowsApart) return EvenParts(a_.rows, a_.rows);
-        const int64_t held = std::max<int64_t>(kHeldRowBytes / (stride_ * sizeof(Left)), kRowsApart);
+        const auto row_bytes = static_cast<int64_t>(stride_ * sizeof(Left));
+        if (shares_panels()) return EvenParts(a_.rows, std::max<int64_t>(kSharedRowBytes / row_bytes, kRowsApart));
+        const int64_t held = std::max<int64_t>(kHeldRowBytes / row_bytes, kRowsApart);
         const int64_t parts_each = divide_up(divide_up(a_.rows, threads_), held);
         return EvenParts(a_.rows, divide_up(a_.rows, parts_each * threads_));
+    }
+
+    bool shares_panels() const { return Format::kSharesPanels || a_.rows < threads_ * kRowsApart; }
+
+    // A run of panels, for a part of the rows.
+    struct Place {
+        Run run;
+        int64_t part;
+    };
+    Place place_of(int64_t unit, int64_t parts) const {
+        const int64_t runs = shares_panels() ? runs_each_ : runs_each_ * threads_;  // for each part
+        const int64_t first = unit / (runs * parts) * runs;                         // of those of a worker
+        return {run_at(first + unit % runs), unit % (runs * parts) / runs};
     }
 
     // How many runs of a layer each worker has.
@@ -215,9 +242,8 @@ private:
 
     // What a worker begins with.
     Run first_visit_of(int worker) const {
-        const int64_t run_count = runs_each_ * threads_;
-        const int64_t unit = first_unit(worker, run_count * row_parts().count, threads_);
-        return first_visit(run_at(unit % run_count));
+        const int64_t parts = row_parts().count;
+        return first_visit(place_of(first_unit(worker, runs_each_ * threads_ * parts, threads_), parts).run);
     }
 
     // What this worker reads first in the operator that comes next.
@@ -233,39 +259,42 @@ private:
     void block(const Run& visit, int64_t row, int64_t count, Fetching& fetching) const {
         int64_t panel = visit.first;
         if (count <= Format::kWideRows)
-            with_rows<Format::kWideRows>(count, [&](auto height) {
+            with_rows<Format::kWideRows, step_of<4>()>(count, [&](auto height) {
                 const int64_t middle = visit.first + half(visit);
-                for (; panel < middle; ++panel) tile<height, 4>(*visit.layer, row, panel, half(visit), fetching);
+                for (; panel < middle; ++panel) tile<height, 4>(*visit.layer, row, count, panel, half(visit), fetching);
                 panel = middle + half(visit);
             });
-        with_rows<Format::kRows>(count, [&](auto height) {
-            for (; panel < visit.last; ++panel) tile<height, 2>(*visit.layer, row, panel, 0, fetching);
+        with_rows<Format::kRows, step_of<2>()>(count, [&](auto height) {
+            for (; panel < visit.last; ++panel) tile<height, 2>(*visit.layer, row, count, panel, 0, fetching);
         });
     }
 
-    // Of the panel, and for four vectors of the one that is `apart` panels behind it.
+    // Of the panel, and for four vectors of the one that is `apart` panels behind it. Computes Rows rows, `count` of which
+    // are wanted.
     template <int Rows, int Vectors>
-    void tile(const LinearLayer& layer, int64_t row, int64_t panel, int64_t apart, Fetching& fetching) const {
+    void tile(const LinearLayer& layer, int64_t row, int64_t count, int64_t panel, int64_t apart,
+              Fetching& fetching) const {
         constexpr int kColumns = Vectors * 16;
         alignas(64) float sums[Rows * kColumns], gate[Rows * kColumns];
         const auto multiply = [&](const void* weight, float* out) {
             const auto* first = static_cast<const std::byte*>(weight) + panel * panel_bytes_;
             product<Rows, Vectors>(left_ + row * stride_, first, apart * panel_bytes_, fetching.part(first), out);
         };
-        if (layer.residual) fetch_residual<Rows, Vectors>(layer, row, panel, apart);
+        if (layer.residual) fetch_residual<Vectors>(layer, row, count, panel, apart);
         if (layer.gate_weight) multiply(layer.gate_weight, gate);
         multiply(layer.weight, sums);
         for (int64_t begin = 0; begin < kColumns; begin += kPanel, panel += apart) {
             const int64_t column = panel * kPanel;
-            const TilePlace place{row, Rows, column, std::min<int64_t>(kPanel, layer.outputs - column)};
+            const TilePlace place{row, count, column, std::min<int64_t>(kPanel, layer.outputs - column)};
             finish(layer, place, sums + begin, gate + begin, kColumns);
         }
     }
 
     // What a tile's sums are added to: it may be in another core's cache.
-    template <int Rows, int Vectors>
-    static PELLUCID_INLINE void fetch_residual(const LinearLayer& layer, int64_t row, int64_t panel, int64_t apart) {
-        for (int r = 0; r < Rows; ++r)
+    template <int Vectors>
+    static PELLUCID_INLINE void fetch_residual(const LinearLayer& layer, int64_t row, int64_t count, int64_t panel,
+                                               int64_t apart) {
+        for (int64_t r = 0; r < count; ++r)
             for (int v = 0; v < Vectors; ++v)
                 prefetch(layer.residual + (row + r) * layer.outputs + (panel + v / 2 * apart) * kPanel + v % 2 * 16);
     }
@@ -274,6 +303,8 @@ private:
     template <int Rows, int Vectors>
     __attribute__((noinline)) void product(const Left* left, const std::byte* panel, int64_t apart, const Ahead& ahead,
                                            float* out) const {
+        if constexpr (step_of<Vectors>() > 1)
+            return Format::template multiply_tiles<Rows, Vectors>(left, stride_, panel, apart, a_.inputs, ahead, out);
         F16 sums[Rows][Vectors];
 #pragma GCC unroll 16
         for (int r = 0; r < Rows; ++r)
@@ -293,6 +324,7 @@ private:
     static constexpr int64_t kRunBytes = 512 << 10;      // of a run, about
     static constexpr int64_t kVisitBytes = 20 << 10;     // of panels in the nearest cache, at least one
     static constexpr int64_t kHeldRowBytes = 256 << 10;  // of prepared rows in the next cache
+    static constexpr int64_t kSharedRowBytes = 1 << 20;  // the same where threads share out the panels
 
     const LinearArguments& a_;
     const int64_t stride_, panel_bytes_;
@@ -305,7 +337,11 @@ private:
 template <class Call>
 auto with_format(const LinearArguments& arguments, const Call& call) {
     switch (arguments.format) {
+#if defined(PELLUCID_AMX)
+        case kBfloat16: return call(TiledBfloat16Format());
+#else
         case kBfloat16: return call(Bfloat16Format());
+#endif
         case kInt8: return call(Int8Format());
         case kInt4: return call(Int4Format());
         default: return call(Float32Format());

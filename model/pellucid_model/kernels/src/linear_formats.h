@@ -33,6 +33,14 @@ struct Ahead {
     const std::byte* cached;
     int cached_shift;
 
+    // For `bytes` of weights from `distance` on.
+    PELLUCID_INLINE void fetch_run(int64_t distance, int64_t bytes) const {
+        const int64_t end = distance + bytes;
+        for (int64_t at = distance; at < end; at += int64_t{64} << std::min(shift, 6)) prefetch(weights + (at >> shift));
+        for (int64_t at = distance; at < end; at += int64_t{64} << std::min(cached_shift, 6))
+            prefetch_to_l2(cached + (at >> cached_shift));
+    }
+
     // To be called for each vector of weights that is read, with its distance from the tile's first one, in bytes.
     template <int Vectors>
     PELLUCID_INLINE void fetch(int64_t distance) const {
@@ -42,7 +50,13 @@ struct Ahead {
     }
 };
 
-struct Float32Format {
+// Computes any number of rows, in registers.
+struct InRegisters {
+    static constexpr int kStep = 1, kWideStep = 1;
+    static constexpr bool kSharesPanels = false;
+};
+
+struct Float32Format : InRegisters {
     using Left = float;
     using Number = float;
     static constexpr int kPack = 1;  // numbers that one step of a chain takes
@@ -85,7 +99,7 @@ struct Float32Format {
     };
 };
 
-struct Bfloat16Format {
+struct Bfloat16Format : InRegisters {
     using Number = bf16;
     static constexpr int kPack = 2;
     static constexpr int kCachedShift = 3;

@@ -75,7 +75,7 @@ PELLUCID_INLINE void add_products(const Left* x, int64_t x_stride, int k, const 
     }
 }
 
-struct Int8Format {
+struct Int8Format : InRegisters {
     static constexpr int kGroup = 64;
     static constexpr int kCachedShift = 3;
     using Left = ActivationGroup<kGroup, int32_t>;
@@ -126,7 +126,7 @@ struct Int8Format {
     }
 };
 
-struct Int4Format {
+struct Int4Format : InRegisters {
     static constexpr int kGroup = 32;
     static constexpr int kCachedShift = 2;
     using Left = ActivationGroup<kGroup, float>;

@@ -30,16 +30,17 @@ PELLUCID_INLINE void accumulate(const Product& product, int64_t begin, int64_t e
     }
 }
 
-// Calls body with `rows` as a compile-time constant, 1 <= rows <= Most.
-template <int Most, class Body>
+// Calls body with `rows`, rounded up to a multiple of Step, as a compile-time constant, 1 <= rows <= Most.
+template <int Most, int Step = 1, class Body>
 PELLUCID_INLINE void with_rows(int64_t rows, const Body& body) {
-    if constexpr (Most == 1) {
-        body(std::integral_constant<int, 1>{});
+    static_assert(Most % Step == 0);
+    if constexpr (Most == Step) {
+        body(std::integral_constant<int, Most>{});
     } else {
-        if (rows == Most)
+        if (rows > Most - Step)
             body(std::integral_constant<int, Most>{});
         else
-            with_rows<Most - 1>(rows, body);
+            with_rows<Most - Step, Step>(rows, body);
     }
 }
 
