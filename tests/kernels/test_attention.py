@@ -24,6 +24,14 @@ SETUPS = {
     "head of 80, interleaved rotary": Setup(dim=80, rotary_dim=32, interleaved=True),
     "head of 128, bfloat16": Setup(dim=128, query_heads=3, kv_heads=1, rotary_dim=128, dtype=BF16),
     "head of 33, bfloat16, one kv head for twenty": Setup(dim=33, query_heads=20, kv_heads=1, dtype=BF16),
+    "head of 64, bfloat16": Setup(dim=64, query_heads=9, kv_heads=3, rotary_dim=64, block_size=128, dtype=BF16),
+    "head of 32, bfloat16, one kv head for forty, window": Setup(
+        dim=32, query_heads=40, kv_heads=1, window=37, block_size=32, dtype=BF16
+    ),
+    "head of 96, bfloat16, rolling": Setup(
+        lengths=(300,), dim=96, query_heads=2, kv_heads=1, window=100, sinks=70, rolling=True, block_size=8, dtype=BF16
+    ),
+    "head of 64, bfloat16, softcap and alibi": Setup(dim=64, softcap=2.0, alibi=True, dtype=BF16),
     "alibi": Setup(alibi=True),
     "softcap": Setup(softcap=0.5),
     "bias by distance, a few columns": Setup(bias_width=5),
@@ -56,6 +64,8 @@ OPTIONS = (
     "head of 1",
     "head of 33, bfloat16, one kv head for twenty",
     "head of 128, bfloat16",
+    "head of 64, bfloat16",
+    "head of 32, bfloat16, one kv head for forty, window",
     "head of 1, int8",
     "head of 64, int8",
     "rolling, alibi, int8",
@@ -213,8 +223,9 @@ def test_a_token_that_is_not_finite_reaches_who_sees_it_in_an_int8_cache(kernels
     assert same(out[:11], clean[:11])
 
 
-def test_nan_reaches_only_rows_that_see_it(kernels: Kernels) -> None:
-    setup = Setup(lengths=(40, 90), window=30, block_size=16)
+@pytest.mark.parametrize(("dim", "dtype"), [(24, torch.float32), (24, BF16), (64, BF16)])
+def test_nan_reaches_only_rows_that_see_it(kernels: Kernels, dim: int, dtype: torch.dtype) -> None:
+    setup = Setup(lengths=(40, 90), dim=dim, window=30, block_size=16, dtype=dtype)
     clean = PagedSequences(setup).run_all(kernels)
     paged = PagedSequences(setup)
     for tensor in (paged.q, paged.k, paged.v):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import Tensor
@@ -13,7 +15,7 @@ FLOATS = (torch.float32, torch.bfloat16)
 NAMES: dict[torch.dtype, WeightFormat] = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 FORMATS: tuple[WeightFormat, ...] = ("float32", "bfloat16", "int8", "int4")
 EDGES = (1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65)
-ROWS = (*range(1, 41), 127, 128, 129)
+ROWS = (*range(1, 41), 127, 128, 129, 383, 384, 385, 700)
 
 
 def random(*shape: int) -> Tensor:
@@ -54,8 +56,8 @@ def test_large_layers(kernels: Kernels, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("format", FORMATS)
 def test_number_of_rows_changes_no_bit(native: NativeKernels, threads: int, format: WeightFormat) -> None:
     packed = native.pack_linear(random(200, 333), random(200), format)
-    x = random(129, 333)
-    alone = torch.cat([native.linear(x[i : i + 1], packed) for i in range(129)])
+    x = random(max(ROWS), 333)
+    alone = torch.cat([native.linear(x[i : i + 1], packed) for i in range(len(x))])
     for rows in ROWS:
         assert torch.equal(native.linear(x[:rows], packed), alone[:rows])
 
@@ -63,7 +65,7 @@ def test_number_of_rows_changes_no_bit(native: NativeKernels, threads: int, form
 @pytest.mark.parametrize("format", FORMATS)
 def test_threads_change_no_bit(native: NativeKernels, format: WeightFormat, monkeypatch: pytest.MonkeyPatch) -> None:
     packed = native.pack_linear(random(900, 200), None, format)
-    for rows in (1, 3, 20, 400):
+    for rows in (1, 3, 20, 400, 700):
         results = []
         for count in (1, 2, 3):
             monkeypatch.setattr(library, "_threads", count)
@@ -79,12 +81,14 @@ def test_variants_give_the_same_bits(format: WeightFormat) -> None:
     names = [name for name in library.supported_variants() if exact or name in ("avx512", "avx2")]
     if len(names) < 2:
         pytest.skip("this CPU runs only one of the variants")
-    results = []
-    for name in names:
-        kernels = NativeKernels(name)
-        results.append(kernels.linear(random(50, 333), kernels.pack_linear(random(75, 333), random(75), format)))
-    for other in results[1:]:
-        assert torch.equal(results[0], other)
+    for rows, inputs in itertools.product((1, 4, 8, 9, 12, 13, 16, 17, 33, 50), (31, 64, 96, 333, 576)):
+        results = []
+        for name in names:
+            kernels = NativeKernels(name)
+            weight = kernels.pack_linear(random(75, inputs), random(75), format)
+            results.append(kernels.linear(random(rows, inputs), weight))
+        for other in results[1:]:
+            assert torch.equal(results[0], other)
 
 
 @pytest.mark.parametrize("format", ["int8", "int4"])

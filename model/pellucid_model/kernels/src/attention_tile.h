@@ -191,10 +191,7 @@ private:
                 take_head_of(row);
                 scores_.run(row, count, granules, first, last, &score_[(row - begin) * kBlock]);
             }
-            for (int64_t r = begin; r < end; ++r) {
-                softmax(r, &score_[(r - begin) * kBlock], seen, start, to_sinks, partial);
-                fetch_some();
-            }
+            softmax(begin, end, seen, start, to_sinks, partial);
             for (int64_t row = begin; row < end; row += count) {
                 take_head_of(row);
                 values_.run(*a_, granules, &score_[(row - begin) * kBlock], &local_[row], count,
@@ -225,46 +222,70 @@ private:
         return s * broadcast(kLog2E);
     }
 
-    // Turns the scores of a row into exponentials relative to their largest, for all keys that are multiplied with values
-    // if any row sees something there; what the row itself does not see becomes 0.
-    __attribute__((noinline)) void softmax(int64_t r, float* scores, Range any, int32_t start, bool to_sinks,
-                                           const Partial& partial) const {
-        using Weights = Exponentials<Format>;
-        const auto clear = [=](int at, int end) {
-            for (; at < end; at += 16) Weights::put(scores, at, broadcast(0.0f));
-        };
-        any = {any.begin / Weights::kKeys * Weights::kKeys, divide_up(any.end, Weights::kKeys) * Weights::kKeys};
-        if (local_[r].empty()) return clear(any.begin, any.end);
-        const auto [row, head] = place_of(r);
-        const int64_t query = to_sinks ? sink_query_position(*a_, row) : a_->positions[row];
+    // What turns a row's scores into exponents, and which of them count.
+    struct RowScores {
+        float largest, scale;
+    };
+
+    // Finds the largest of a row's scores; what is more than a factor of them is done, and what the row does not see hidden.
+    PELLUCID_INLINE RowScores largest_score(int64_t r, float* scores, int32_t start, bool to_sinks) const {
         // Scores that are only multiplied, which does not change which is the largest, are so when that is known.
         const bool plain = a_->scale > 0 && !(a_->softcap > 0) && !a_->alibi_slopes && !a_->distance_bias;
-        const float scale = plain ? a_->scale * kLog2E : 1.0f;
         const Range seen = local_[r];
         const F16 unseen = broadcast(-INFINITY);
         F16 largest = unseen;
         for (int at = seen.begin / 16 * 16; at < seen.end; at += 16) {
             F16 s = load(scores + at);
             const bool whole = seen.begin <= at && at + 16 <= seen.end;
-            if (!plain) s = adjusted(s, head, query, start + at);
+            if (!plain) {
+                const auto [row, head] = place_of(r);
+                const int64_t query = to_sinks ? sink_query_position(*a_, row) : a_->positions[row];
+                s = adjusted(s, head, query, start + at);
+            }
             if (!whole) s = keep_lanes(s, seen.begin - at, seen.end - at, unseen);
             if (!plain || !whole) store(scores + at, s);
             largest = max(largest, s);
         }
-        const float bound = horizontal_max(largest);
-        partial.largest[r] = bound * scale;
-        // Finite, so that keys that a bias of -infinity hides weigh nothing, where it hides all of them too. Subtracted
-        // before the product is rounded: the largest exponential is 1 however large the scores are.
-        const F16 reference = broadcast(std::max(bound, std::numeric_limits<float>::lowest()));
-        F16 sum = broadcast(0.0f);
-        for (int at = seen.begin / 16 * 16; at < seen.end; at += 16) {
-            const F16 e = Weights::of((load(scores + at) - reference) * broadcast(scale));
-            Weights::put(scores, at, e);
-            sum = sum + e;
+        return {horizontal_max(largest), plain ? a_->scale * kLog2E : 1.0f};
+    }
+
+    // Turns the scores of rows [begin, end) into exponentials relative to each row's largest, for all keys that are multiplied
+    // with values if any row sees something there; what a row itself does not see becomes 0. In two passes, so that a processor
+    // has several rows in work: a row has to wait for its largest score.
+    __attribute__((noinline)) void softmax(int64_t begin, int64_t end, Range any, int32_t start, bool to_sinks,
+                                           const Partial& partial) {
+        using Weights = Exponentials<Format>;
+        RowScores found[Scores<Format>::kRows];
+        float* scores = score_;
+        for (int64_t r = begin; r < end; ++r, scores += kBlock) {
+            if (!local_[r].empty()) found[r - begin] = largest_score(r, scores, start, to_sinks);
+            fetch_some();
         }
-        partial.sum[r] = horizontal_sum(sum);
-        clear(any.begin, seen.begin / 16 * 16);
-        clear((seen.end + 15) / 16 * 16, any.end);
+        any = {any.begin / Weights::kKeys * Weights::kKeys, divide_up(any.end, Weights::kKeys) * Weights::kKeys};
+        scores = score_;
+        for (int64_t r = begin; r < end; ++r, scores += kBlock) {
+            const auto clear = [=](int at, int end) {
+                for (; at < end; at += 16) Weights::put(scores, at, broadcast(0.0f));
+            };
+            const Range seen = local_[r];
+            if (seen.empty()) {
+                clear(any.begin, any.end);
+                continue;
+            }
+            const auto [bound, scale] = found[r - begin];
+            partial.largest[r] = bound * scale;
+            // Finite, so that keys that a bias of -infinity hides weigh nothing, where it hides all of them too.
+            const F16 reference = broadcast(std::max(bound, std::numeric_limits<float>::lowest()));
+            F16 sum = broadcast(0.0f);
+            for (int at = seen.begin / 16 * 16; at < seen.end; at += 16) {
+                const F16 e = Weights::of(load(scores + at), reference, broadcast(scale));
+                Weights::put(scores, at, e);
+                sum = sum + e;
+            }
+            partial.sum[r] = horizontal_sum(sum);
+            clear(any.begin, seen.begin / 16 * 16);
+            clear((seen.end + 15) / 16 * 16, any.end);
+        }
     }
 
     void merge(const Partial& partial) {

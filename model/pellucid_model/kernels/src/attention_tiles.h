@@ -26,7 +26,8 @@ struct Exponentials<TiledCache> {
 
     // 2^x for what is rounded to 8 bits next: 2^floor(x) times a polynomial (minimax, fitted for this file; 2^-13 apart) of the
     // rest. 0 for -infinity.
-    static PELLUCID_INLINE F16 of(F16 x) {
+    static PELLUCID_INLINE F16 of(F16 score, F16 largest, F16 scale) {
+        const F16 x = fma(score, scale, broadcast(0.0f) - largest * scale);
         const F16 rest{_mm512_reduce_ps(x.v, _MM_FROUND_TO_NEG_INF)};
         F16 p = broadcast(0.07706704f);
         p = fma(p, rest, broadcast(0.227645f));
@@ -77,7 +78,7 @@ private:
                                                   float* scores) const {
         const TileSums<Lefts, Granules> sums;
         for (int64_t d = 0; d < width_; d += TiledCache::kDimensions) {
-            for (int j = 0; j < Granules; ++j)
+            for (int j = 0; j < Granules && Lefts == 1; ++j)
                 for (int line = 0; line < kTileSide; ++line)
                     prefetch_to_l2(block.fetched.keys[first + j] + d * kGranule + line * (kTileBytes / sizeof(bf16)));
             sums.add([&](int i) { return q + i * kTileSide * width_ + d; }, width_ * sizeof(bf16),
@@ -194,7 +195,7 @@ private:
         const TileSums<Lefts, Rights> sums;
         const Range tiles = used_tiles();
         for (int t = tiles.begin; t < tiles.end; ++t) {
-            for (int g = std::max(2 * t, used_.begin); g < std::min(2 * t + 2, used_.end); ++g)
+            for (int g = std::max(2 * t, used_.begin); Lefts == 1 && g < std::min(2 * t + 2, used_.end); ++g)
                 for (int pair = 0; pair < kGranule / 2; ++pair)
                     for (int j = 0; j < Rights; ++j)
                         prefetch_to_l2(block_->fetched.values[g] + 2 * (pair * width_ + d + j * kTileSide));

@@ -17,7 +17,8 @@ template <class Format>
 struct Exponentials {
     static constexpr int kKeys = kGranule;  // that are multiplied together
 
-    static PELLUCID_INLINE F16 of(F16 x) { return exp2(x); }
+    // Subtracted before it is multiplied and rounded: the largest exponential is 1 however large the scores are.
+    static PELLUCID_INLINE F16 of(F16 score, F16 largest, F16 scale) { return exp2((score - largest) * scale); }
     // Of 16 keys, in the place of their scores.
     static PELLUCID_INLINE void put(float* row, int at, F16 weights) { store(row + at, weights); }
 };

@@ -4,7 +4,10 @@
 //   left_per_row, prepare   what a row of x is turned into, once per call
 //   panel_bytes             how long a panel is
 //   multiply                the sums of Rows rows by Vectors * 16 columns, the same bits whatever Rows and Vectors are
-//   kRows, kWideRows        the most rows of a tile that is one panel wide, and of one that is two panels wide
+//   kRows, kWideRows        the most rows of a tile that is one panel wide, and of one that is two panels wide (0: none is)
+//   kOnceRows               the most rows that wait for memory
+//   kRowsApart              from so many rows a thread on, each takes rows of its own and reads all weights
+//   kHeldRowBytes           of prepared rows of a thread in the next cache then
 //   kCachedShift            how much of the cache a tile can fetch meanwhile: its own bytes shifted right. Faster than a
 //                           line in 64 cycles or so, as here, and the weights come late
 // Formats: linear_formats.h, quantized_formats.h. What a tile's sums go through on their way out: linear_finish.h.
@@ -178,17 +181,17 @@ private:
         });
     }
 
-    // As many rows as the cache holds. Where threads share out the panels, every weight is read once for each part. Else
-    // each thread takes rows of its own, which no other core has touched then.
+    // As many rows as the cache holds. Of few, threads share out the panels, and every weight is read once for each part. Of
+    // many, each thread takes rows of its own, which no other core has touched then.
     EvenParts row_parts() const {
         const auto row_bytes = static_cast<int64_t>(stride_ * sizeof(Left));
-        if (shares_panels()) return EvenParts(a_.rows, std::max<int64_t>(kSharedRowBytes / row_bytes, kRowsApart));
-        const int64_t held = std::max<int64_t>(kHeldRowBytes / row_bytes, kRowsApart);
+        if (shares_panels()) return EvenParts(a_.rows, std::max<int64_t>(kSharedRowBytes / row_bytes, Format::kRowsApart));
+        const int64_t held = std::max<int64_t>(Format::kHeldRowBytes / row_bytes, Format::kRowsApart);
         const int64_t parts_each = divide_up(divide_up(a_.rows, threads_), held);
         return EvenParts(a_.rows, divide_up(a_.rows, parts_each * threads_));
     }
 
-    bool shares_panels() const { return Format::kSharesPanels || a_.rows < threads_ * kRowsApart; }
+    bool shares_panels() const { return a_.rows < threads_ * Format::kRowsApart; }
 
     // A run of panels, for a part of the rows.
     struct Place {
@@ -223,7 +226,7 @@ private:
     Run first_visit(const Run& run) const { return next_visit(run, {run.layer, run.first, run.first}); }
 
     // Few rows read every panel only once and wait for memory, which likes long runs.
-    bool reads_once() const { return a_.rows <= std::max(Format::kWideRows, std::min(kOnceRows, Format::kRows)); }
+    bool reads_once() const { return a_.rows <= Format::kOnceRows; }
 
     // The panels behind those of `visit`; none at the end.
     Run next_visit(const Run& run, const Run& visit) const {
@@ -258,12 +261,14 @@ private:
     // half, so that both are read on and on to the end.
     void block(const Run& visit, int64_t row, int64_t count, Fetching& fetching) const {
         int64_t panel = visit.first;
-        if (count <= Format::kWideRows)
-            with_rows<Format::kWideRows, step_of<4>()>(count, [&](auto height) {
-                const int64_t middle = visit.first + half(visit);
-                for (; panel < middle; ++panel) tile<height, 4>(*visit.layer, row, count, panel, half(visit), fetching);
-                panel = middle + half(visit);
-            });
+        if constexpr (Format::kWideRows > 0)
+            if (count <= Format::kWideRows)
+                with_rows<Format::kWideRows, step_of<4>()>(count, [&](auto height) {
+                    const int64_t middle = visit.first + half(visit);
+                    for (; panel < middle; ++panel)
+                        tile<height, 4>(*visit.layer, row, count, panel, half(visit), fetching);
+                    panel = middle + half(visit);
+                });
         with_rows<Format::kRows, step_of<2>()>(count, [&](auto height) {
             for (; panel < visit.last; ++panel) tile<height, 2>(*visit.layer, row, count, panel, 0, fetching);
         });
@@ -278,7 +283,7 @@ private:
         alignas(64) float sums[Rows * kColumns], gate[Rows * kColumns];
         const auto multiply = [&](const void* weight, float* out) {
             const auto* first = static_cast<const std::byte*>(weight) + panel * panel_bytes_;
-            product<Rows, Vectors>(left_ + row * stride_, first, apart * panel_bytes_, fetching.part(first), out);
+            product<Rows, Vectors>(left_ + row * stride_, count, first, apart * panel_bytes_, fetching.part(first), out);
         };
         if (layer.residual) fetch_residual<Vectors>(layer, row, count, panel, apart);
         if (layer.gate_weight) multiply(layer.gate_weight, gate);
@@ -301,10 +306,17 @@ private:
 
     // out [Rows, Vectors * 16]
     template <int Rows, int Vectors>
-    __attribute__((noinline)) void product(const Left* left, const std::byte* panel, int64_t apart, const Ahead& ahead,
-                                           float* out) const {
+    __attribute__((noinline)) void product(const Left* left, int64_t count, const std::byte* panel, int64_t apart,
+                                           const Ahead& ahead, float* out) const {
         if constexpr (step_of<Vectors>() > 1)
-            return Format::template multiply_tiles<Rows, Vectors>(left, stride_, panel, apart, a_.inputs, ahead, out);
+            Format::template multiply_tiles<Rows, Vectors>(left, stride_, count, panel, apart, a_.inputs, ahead, out);
+        else
+            multiply_in_registers<Rows, Vectors>(left, panel, apart, ahead, out);
+    }
+
+    template <int Rows, int Vectors>
+    PELLUCID_INLINE void multiply_in_registers(const Left* left, const std::byte* panel, int64_t apart, const Ahead& ahead,
+                                               float* out) const {
         F16 sums[Rows][Vectors];
 #pragma GCC unroll 16
         for (int r = 0; r < Rows; ++r)
@@ -318,13 +330,10 @@ private:
     }
 
     static constexpr int64_t kPrepareWork = 12;         // of a number, which comes from another core maybe
-    static constexpr int64_t kRowsApart = 16;            // of a thread that reads all weights
-    static constexpr int kOnceRows = 8;                  // at most, of those that wait for memory
     static constexpr int64_t kReadAhead = 6 << 10;       // bytes
     static constexpr int64_t kRunBytes = 512 << 10;      // of a run, about
     static constexpr int64_t kVisitBytes = 20 << 10;     // of panels in the nearest cache, at least one
-    static constexpr int64_t kHeldRowBytes = 256 << 10;  // of prepared rows in the next cache
-    static constexpr int64_t kSharedRowBytes = 1 << 20;  // the same where threads share out the panels
+    static constexpr int64_t kSharedRowBytes = 1 << 20;  // of prepared rows in the next cache, where threads share panels
 
     const LinearArguments& a_;
     const int64_t stride_, panel_bytes_;
@@ -339,11 +348,13 @@ auto with_format(const LinearArguments& arguments, const Call& call) {
     switch (arguments.format) {
 #if defined(PELLUCID_AMX)
         case kBfloat16: return call(TiledBfloat16Format());
+        case kInt8: return arguments.rows > kFewInt8Rows ? call(TiledInt8Format()) : call(Int8Format());
+        case kInt4: return arguments.rows > kFewInt4Rows ? call(TiledInt4Format()) : call(Int4Format());
 #else
         case kBfloat16: return call(Bfloat16Format());
-#endif
         case kInt8: return call(Int8Format());
         case kInt4: return call(Int4Format());
+#endif
         default: return call(Float32Format());
     }
 }

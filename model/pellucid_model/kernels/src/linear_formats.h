@@ -6,6 +6,8 @@
 // Sums are float32, each one chain in ascending k.
 #pragma once
 
+#include <algorithm>
+
 #include "tile.h"
 
 namespace pellucid {
@@ -33,14 +35,6 @@ struct Ahead {
     const std::byte* cached;
     int cached_shift;
 
-    // For `bytes` of weights from `distance` on.
-    PELLUCID_INLINE void fetch_run(int64_t distance, int64_t bytes) const {
-        const int64_t end = distance + bytes;
-        for (int64_t at = distance; at < end; at += int64_t{64} << std::min(shift, 6)) prefetch(weights + (at >> shift));
-        for (int64_t at = distance; at < end; at += int64_t{64} << std::min(cached_shift, 6))
-            prefetch_to_l2(cached + (at >> cached_shift));
-    }
-
     // To be called for each vector of weights that is read, with its distance from the tile's first one, in bytes.
     template <int Vectors>
     PELLUCID_INLINE void fetch(int64_t distance) const {
@@ -48,12 +42,24 @@ struct Ahead {
         prefetch(weights + (distance >> shift));
         prefetch_to_l2(cached + (distance >> cached_shift));
     }
+
+    // The same for all lines of `bytes` at a distance, each fetched once.
+    template <int Vectors>
+    PELLUCID_INLINE void fetch(int64_t distance, int64_t bytes) const {
+        if (Vectors > 2) return;
+        const int64_t end = distance + bytes;
+        for (int64_t at = distance; at < end; at += step_of(shift)) prefetch_to_l2(weights + (at >> shift));
+        for (int64_t at = distance; at < end; at += step_of(cached_shift)) prefetch_to_l2(cached + (at >> cached_shift));
+    }
+
+    // How many bytes of a tile's own weights go with a line of what it fetches.
+    static int64_t step_of(int shift) { return int64_t{64} << std::min(shift, 16); }
 };
 
-// Computes any number of rows, in registers.
+// Any number of rows in a tile, which multiplies about as fast as the next cache gives weights.
 struct InRegisters {
-    static constexpr int kStep = 1, kWideStep = 1;
-    static constexpr bool kSharesPanels = false;
+    static constexpr int kStep = 1, kWideStep = 1;  // of a tile's height, one panel wide and two
+    static constexpr int64_t kRowsApart = 16, kHeldRowBytes = 256 << 10;
 };
 
 struct Float32Format : InRegisters {
@@ -61,7 +67,7 @@ struct Float32Format : InRegisters {
     using Number = float;
     static constexpr int kPack = 1;  // numbers that one step of a chain takes
     static constexpr int kCachedShift = 3;
-    static constexpr int kRows = kTileRows, kWideRows = kWideTileRows;
+    static constexpr int kRows = kTileRows, kWideRows = kWideTileRows, kOnceRows = std::min(kRows, 8);
     static constexpr bool kTakesFloats = true;  // no need to prepare rows
 
     static PELLUCID_INLINE F16 left_pack(const Left* x) { return broadcast(*x); }
@@ -136,7 +142,7 @@ struct Bfloat16Format : InRegisters {
         return fma(a.second, b.second, fma(a.first, b.first, sum));
     }
 #endif
-    static constexpr int kRows = kTileRows, kWideRows = kWideTileRows;
+    static constexpr int kRows = kTileRows, kWideRows = kWideTileRows, kOnceRows = std::min(kRows, 8);
     static constexpr bool kTakesFloats = false;
 
     static int64_t left_per_row(int64_t inputs) { return divide_up(inputs, 2) * 2; }

@@ -79,7 +79,7 @@ struct Int8Format : InRegisters {
     static constexpr int kGroup = 64;
     static constexpr int kCachedShift = 3;
     using Left = ActivationGroup<kGroup, int32_t>;
-    static constexpr int kRows = kIntegerTileRows, kWideRows = kWideIntegerTileRows;
+    static constexpr int kRows = kIntegerTileRows, kWideRows = kWideIntegerTileRows, kOnceRows = kRows;
     static constexpr bool kTakesFloats = false;
 
     static int64_t left_per_row(int64_t inputs) { return divide_up(inputs, kGroup); }
@@ -131,6 +131,7 @@ struct Int4Format : InRegisters {
     static constexpr int kCachedShift = 2;
     using Left = ActivationGroup<kGroup, float>;
     static constexpr int kRows = std::max(kIntegerTileRows - 1, 1), kWideRows = std::max(kWideIntegerTileRows - 1, 1);
+    static constexpr int kOnceRows = kRows;
     static constexpr bool kTakesFloats = false;
     static constexpr int kAhead = 2048;  // bytes to prefetch, where few rows leave it to memory how long it takes
     static constexpr int64_t kScaleBytes = 2 * kPanel * 2, kGroupBytes = kScaleBytes + kGroup * kPanel / 2;
