@@ -26,7 +26,13 @@ environment() { # environment NAME PACKAGE…
 
 install() {
   case $1 in
-    llama-cpp) CMAKE_ARGS="-DGGML_NATIVE=ON" environment llama-cpp llama-cpp-python==0.3.36 numpy ;;
+    llama-cpp)
+      # Its own code for AMX crashes with quantized weights, in this version.
+      local flags="-mno-amx-tile -mno-amx-int8 -mno-amx-bf16"
+      [ "$(uname -m)" = x86_64 ] || flags=""
+      CMAKE_ARGS="-DGGML_NATIVE=ON -DCMAKE_C_FLAGS='$flags' -DCMAKE_CXX_FLAGS='$flags'" \
+        environment llama-cpp llama-cpp-python==0.3.36 numpy
+      ;;
     openvino)
       # shellcheck disable=SC2086
       environment openvino $TORCH openvino-genai optimum-intel nncf

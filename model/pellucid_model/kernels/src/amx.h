@@ -24,9 +24,15 @@ namespace {
 constexpr int kTileSide = 16;       // rows of a left tile, columns of a right one
 constexpr int64_t kTileBytes = 64;  // of a row
 
+// For as long as it lives, if `Used`. Nested ones cost next to nothing.
+template <bool Used = true>
 struct UsingTiles {
-    UsingTiles() { enter_tiles(); }
-    ~UsingTiles() { leave_tiles(); }
+    UsingTiles() {
+        if constexpr (Used) enter_tiles();
+    }
+    ~UsingTiles() {
+        if constexpr (Used) leave_tiles();
+    }
     UsingTiles(const UsingTiles&) = delete;
 };
 
@@ -116,6 +122,7 @@ private:
 namespace pellucid {
 namespace {
 
+template <bool = false>
 struct UsingTiles {
     UsingTiles() {}
 };

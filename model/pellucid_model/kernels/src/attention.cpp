@@ -187,7 +187,7 @@ int32_t paged_attention(const Arguments& a) {
     if (a.k && !units.write) write_cache<Format>(a);
     const auto count = static_cast<int64_t>(units.all.size());
     for_each_unit(threads, count, [&, &units = units](int64_t i, int worker) {
-        [[maybe_unused]] const UsingTiles tiles_are_used;
+        const UsingTiles<Exponentials<Format>::kByTiles> matrix_unit;
         const Unit& unit = units.all[i];
         const TokenTile& tile = *unit.tile;
         const bool last = i + 1 == count || i + 1 == first_unit(worker + 1, count, threads);

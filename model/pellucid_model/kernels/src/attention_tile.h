@@ -261,7 +261,8 @@ private:
             if (!local_[r].empty()) found[r - begin] = largest_score(r, scores, start, to_sinks);
             fetch_some();
         }
-        any = {any.begin / Weights::kKeys * Weights::kKeys, divide_up(any.end, Weights::kKeys) * Weights::kKeys};
+        constexpr int32_t kKeys = Weights::kKeys;
+        any = {any.begin / kKeys * kKeys, (any.end + kKeys - 1) / kKeys * kKeys};
         scores = score_;
         for (int64_t r = begin; r < end; ++r, scores += kBlock) {
             const auto clear = [=](int at, int end) {

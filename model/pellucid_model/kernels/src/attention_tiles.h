@@ -23,6 +23,7 @@ constexpr int kTileKeys = 2 * kGranule;  // of a tile of values
 template <>
 struct Exponentials<TiledCache> {
     static constexpr int kKeys = kTileKeys;
+    static constexpr bool kByTiles = true;
 
     // 2^x for what is rounded to 8 bits next: 2^floor(x) times a polynomial (minimax, fitted for this file; 2^-13 apart) of the
     // rest. 0 for -infinity.

@@ -16,6 +16,7 @@ constexpr int kChains = 4;  // of a row's only vector
 template <class Format>
 struct Exponentials {
     static constexpr int kKeys = kGranule;  // that are multiplied together
+    static constexpr bool kByTiles = false;
 
     // Subtracted before it is multiplied and rounded: the largest exponential is 1 however large the scores are.
     static PELLUCID_INLINE F16 of(F16 score, F16 largest, F16 scale) { return exp2((score - largest) * scale); }

@@ -163,7 +163,7 @@ private:
         if (fetches_next) operator_behind.emplace(*a_.next);
         const int64_t units = runs_each_ * threads_ * parts.count;
         for_each_unit(threads_, units, [&](int64_t unit, int worker) {
-            [[maybe_unused]] const UsingTiles tiles_are_used;
+            const UsingTiles<(Format::kStep > 1)> matrix_unit;
             const auto [run, part] = place_of(unit, parts.count);
             const int64_t row = parts.begin(part), rows = parts.size(part);
             const bool last = unit + 1 == first_unit(worker + 1, units, threads_);

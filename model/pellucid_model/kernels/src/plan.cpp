@@ -5,6 +5,7 @@
 // Instructions that are too small to be shared are one unit, as many as follow each other.
 #include <atomic>
 
+#include "amx.h"
 #include "plan_step.h"
 #include "scratch.h"
 
@@ -65,6 +66,7 @@ int32_t run_plan(const Instruction* instructions, int64_t count, const Batch& ba
     if (const int32_t unfit = find_shared(batch, instructions, end, shared); unfit != kOk) return unfit;
     work_together(batch.threads, [&](int member) {
         if (errand && member > 0 && member == batch.threads - 1) step_aside(errand->call, errand->context);
+        const UsingTiles<> matrix_unit;  // once for all operators
         Step step(batch, end, shared, member);
         run_instructions(step, instructions, end, shared.status);
         while_waiting(nullptr, nullptr);
