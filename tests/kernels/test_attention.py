@@ -289,6 +289,18 @@ def test_any_scale_agrees(kernels: Kernels, scale: float) -> None:
     torch.testing.assert_close(out.double(), paged.oracle(), rtol=0, atol=2e-2)
 
 
+@pytest.mark.parametrize("scale", [1e4, 1e9, 1e-30, 0.0, 1.0, -1e9])
+@pytest.mark.parametrize("hides", [0, 40])
+def test_any_scale_stays_finite_in_bfloat16(kernels: Kernels, scale: float, hides: int) -> None:
+    """Where scores are huge, rounding decides which is the largest, but a row is still a mean of values."""
+    bias_width = hides + 1 if hides else 0
+    paged = PagedSequences(Setup(lengths=(300,), dim=64, dtype=BF16, bias_width=bias_width, bias_hides=hides))
+    paged.scale = scale
+    out = paged.run_all(kernels)
+    assert out.isfinite().all()
+    assert out.abs().max() <= 1.01 * torch.stack([each.abs().max() for each in paged.v]).max()
+
+
 def _break_positions(paged: PagedSequences, arguments: dict[str, Any]) -> None:
     arguments["positions"][0] = 144
 

@@ -107,7 +107,7 @@ PELLUCID_INLINE F16 whole_sum(const I16 (&sums)[Rows][Vectors], int row, int v) 
 template <>
 class Scores<Int8Cache> {
 public:
-    static constexpr int kRows = kInt8Rows, kMemoryRows = kRows;
+    static constexpr int kRows = kInt8Rows, kFetchingRows = kRows, kMemoryRows = kRows;
 
     void start(const Arguments& arguments, int64_t rows) {
         head_dim_ = arguments.head_dim;

@@ -37,8 +37,9 @@ class Scores {
     using Left = typename Format::Left;
 
 public:
-    static constexpr int kRows = kTileRows;    // that one run takes at the most
-    static constexpr int kMemoryRows = kRows;  // of the memory for the scores of so many rows
+    static constexpr int kRows = kTileRows;      // that one run takes at the most
+    static constexpr int kFetchingRows = kRows;  // so many prefetch what comes next
+    static constexpr int kMemoryRows = kRows;    // of the memory for the scores of so many rows
 
     // Forgets all queries and makes room for those of `rows` rows.
     void start(const Arguments& arguments, int64_t rows) {

@@ -5,11 +5,11 @@
 //   - Each range is cut at multiples of 128 positions. A piece gives a partial softmax of its own
 //     (largest score, sum of exponentials, weighted sum of values), each a chain in ascending key order. (Of heads
 //     so small that a row's values are one vector, four chains, each over every fourth granule, so that a single row
-//     need not wait for every addition.)
+//     need not wait for every addition. In AMX's tiles, values are summed as amx.h says, 32 keys at a time.)
 //   - The partials are merged in that order, at once or after several threads have made them.
 // Queries and exponentials are rounded to bfloat16 where the cache is bfloat16, and to whole numbers of 15 bits where
-// it is int8; sums are float32, or exact. Keys a row does not see are masked or skipped, and their values are never
-// multiplied, so a NaN there stays there.
+// it is int8; sums are float32, or exact. Keys a row does not see are masked or skipped, and their values are multiplied
+// by 0 if by anything, and only where they are finite, so a NaN there stays there.
 #pragma once
 
 #include <atomic>
@@ -198,7 +198,7 @@ private:
                             partial.values + row * stride_);
             }
         }
-        block_.skip(seen);
+        if (rows_ <= Scores<Format>::kFetchingRows) block_.skip(seen);
     }
 
     // What a head adds for 16 keys that stand `distance`, distance - 1, … behind the query; the table's last column

@@ -28,7 +28,7 @@ struct Exponentials<TiledCache> {
     // 2^x for what is rounded to 8 bits next: 2^floor(x) times a polynomial (minimax, fitted for this file; 2^-13 apart) of the
     // rest. 0 for -infinity.
     static PELLUCID_INLINE F16 of(F16 score, F16 largest, F16 scale) {
-        const F16 x = fma(score, scale, broadcast(0.0f) - largest * scale);
+        const F16 x = (score - largest) * scale;
         const F16 rest{_mm512_reduce_ps(x.v, _MM_FROUND_TO_NEG_INF)};
         F16 p = broadcast(0.07706704f);
         p = fma(p, rest, broadcast(0.227645f));
@@ -47,7 +47,7 @@ constexpr int kTiledRows = 2 * kTileSide;
 template <>
 class Scores<TiledCache> {
 public:
-    static constexpr int kRows = kTiledRows;
+    static constexpr int kRows = kTiledRows, kFetchingRows = kTileSide;
     static constexpr int kMemoryRows = 2 * kRows - 1;  // what lies behind the last row is written to
 
     void start(const Arguments& arguments, int64_t rows) {
@@ -79,9 +79,10 @@ private:
                                                   float* scores) const {
         const TileSums<Lefts, Granules> sums;
         for (int64_t d = 0; d < width_; d += TiledCache::kDimensions) {
-            for (int j = 0; j < Granules && Lefts == 1; ++j)
-                for (int line = 0; line < kTileSide; ++line)
-                    prefetch_to_l2(block.fetched.keys[first + j] + d * kGranule + line * (kTileBytes / sizeof(bf16)));
+            if constexpr (Lefts == 1)  // of few rows, which wait for memory
+                for (int j = 0; j < Granules; ++j)
+                    for (int line = 0; line < kTileSide; ++line)
+                        prefetch_to_l2(block.fetched.keys[first + j] + d * kGranule + line * (kTileBytes / sizeof(bf16)));
             sums.add([&](int i) { return q + i * kTileSide * width_ + d; }, width_ * sizeof(bf16),
                      [&](int j) { return block.here.keys[first + j] + d * kGranule; }, kTileBytes);
         }
@@ -112,16 +113,17 @@ public:
         }
         used_ = {any.begin / kGranule, (any.end - 1) / kGranule + 1};
         weights_ = reinterpret_cast<const bf16*>(exponentials);
-        find_values();
         const Range read{used_.begin * kGranule, used_.end * kGranule};
         if (common.empty()) common = {read.end, read.end};
-        if (all_finite({read.begin, common.begin}) && all_finite({common.end, read.end}))
+        if (all_finite({read.begin, common.begin}) && all_finite({common.end, read.end})) {
+            find_values();
             multiply(0, count, out);
-        else
-            for (int64_t r = 0; r < count; ++r) {
-                hide_all_but(seen[r]);
-                multiply(r, 1, out + r * width_);
-            }
+            return;
+        }
+        for (int64_t r = 0; r < count; ++r) {
+            hide_all_but(seen[r]);
+            multiply(r, 1, out + r * width_);
+        }
     }
 
 private:
@@ -159,9 +161,10 @@ private:
         for (int t = tiles.begin; t < tiles.end; ++t) {
             bf16* const copy = put_together(t);
             values_[t] = copy;
-            for (int key = 0; key < kTileKeys; ++key)
-                for (int64_t d = 0; d < width_ && !seen.holds(t * kTileKeys + key); ++d)
-                    copy[(key / 2 * width_ + d) * 2 + key % 2] = {};
+            for (int key = 0; key < kTileKeys; ++key) {
+                if (seen.holds(t * kTileKeys + key)) continue;
+                for (int64_t d = 0; d < width_; ++d) copy[(key / 2 * width_ + d) * 2 + key % 2] = {};
+            }
         }
     }
 
@@ -196,10 +199,11 @@ private:
         const TileSums<Lefts, Rights> sums;
         const Range tiles = used_tiles();
         for (int t = tiles.begin; t < tiles.end; ++t) {
-            for (int g = std::max(2 * t, used_.begin); Lefts == 1 && g < std::min(2 * t + 2, used_.end); ++g)
-                for (int pair = 0; pair < kGranule / 2; ++pair)
-                    for (int j = 0; j < Rights; ++j)
-                        prefetch_to_l2(block_->fetched.values[g] + 2 * (pair * width_ + d + j * kTileSide));
+            if constexpr (Lefts == 1)
+                for (int g = std::max(2 * t, used_.begin); g < std::min(2 * t + 2, used_.end); ++g)
+                    for (int pair = 0; pair < kGranule / 2; ++pair)
+                        for (int j = 0; j < Rights; ++j)
+                            prefetch_to_l2(block_->fetched.values[g] + 2 * (pair * width_ + d + j * kTileSide));
             sums.add([&](int i) { return weights_ + (row + i * kTileSide) * kWeightStep + t * kTileKeys; },
                      kWeightStep * sizeof(bf16), [&](int j) { return values_[t] + 2 * (d + j * kTileSide); },
                      2 * width_ * sizeof(bf16));

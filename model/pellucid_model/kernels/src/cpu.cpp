@@ -1,4 +1,4 @@
-// Tells which compiled variants this CPU can run. Asked of the portable library only, which runs everywhere.
+// Tells which compiled variants this CPU can run. Asked of the portable library, which runs everywhere.
 #include <cstdint>
 #include <cstring>
 
@@ -15,7 +15,8 @@ namespace {
 #if defined(__x86_64__) && defined(__linux__)
 
 // AMX's registers are large, so Linux saves them only for processes that have asked for it: this one does, for all its
-// threads. False where the CPU has none, or the system gives none.
+// threads. False where the CPU has none, or the system gives none, as to a process with a thread whose own stack for signals is
+// too small for them. (It takes no such stack afterwards.)
 bool may_use_tiles() {
     constexpr unsigned kTiles = 1u << 24, kBf16 = 1u << 22, kInt8 = 1u << 25, kAll = kTiles | kBf16 | kInt8;
     unsigned a = 0, b = 0, c = 0, d = 0;

@@ -3,14 +3,15 @@
 // A panel is one run of memory, and a tile of the output reads it from its beginning to its end. A format says
 //   left_per_row, prepare   what a row of x is turned into, once per call
 //   panel_bytes             how long a panel is
-//   multiply                the sums of Rows rows by Vectors * 16 columns, the same bits whatever Rows and Vectors are
+//   multiply                the sums of Rows rows by Vectors * 16 columns, the same bits whatever Rows and Vectors are; or
+//   multiply_tiles          the same, where heights are multiples of kStep (of kWideStep, two panels wide)
 //   kRows, kWideRows        the most rows of a tile that is one panel wide, and of one that is two panels wide (0: none is)
 //   kOnceRows               the most rows that wait for memory
 //   kRowsApart              from so many rows a thread on, each takes rows of its own and reads all weights
 //   kHeldRowBytes           of prepared rows of a thread in the next cache then
 //   kCachedShift            how much of the cache a tile can fetch meanwhile: its own bytes shifted right. Faster than a
 //                           line in 64 cycles or so, as here, and the weights come late
-// Formats: linear_formats.h, quantized_formats.h. What a tile's sums go through on their way out: linear_finish.h.
+// Formats: linear_formats.h, quantized_formats.h, linear_tiles.h. What a tile's sums go through on their way out: linear_finish.h.
 #include <optional>
 
 #include "cache_reading.h"

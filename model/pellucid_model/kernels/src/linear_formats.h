@@ -43,7 +43,7 @@ struct Ahead {
         prefetch_to_l2(cached + (distance >> cached_shift));
     }
 
-    // The same for all lines of `bytes` at a distance, each fetched once.
+    // The same for all lines of `bytes` at a distance, into the next cache.
     template <int Vectors>
     PELLUCID_INLINE void fetch(int64_t distance, int64_t bytes) const {
         if (Vectors > 2) return;

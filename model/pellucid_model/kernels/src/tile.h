@@ -1,4 +1,4 @@
-// The register tile that every matrix product here is made of.
+// The register tile that every matrix product here is made of, but for those of AMX (amx.h).
 //
 //     sums[r][v] += left(r, k) * right(k, v)      for k = begin, begin + 1, …, end - 1
 //
