@@ -1,3 +1,4 @@
+// Asks the system for the matrix unit, and sets up its tiles.
 #include "amx.h"
 
 #if defined(PELLUCID_AMX)

@@ -222,15 +222,13 @@ private:
         return s * broadcast(kLog2E);
     }
 
-    // What turns a row's scores into exponents, and which of them count.
-    struct RowScores {
-        float largest, scale;
-    };
+    // Whether scores are only multiplied. That does not change which is the largest, so it is done when that is known.
+    bool is_plain() const {
+        return a_->scale > 0 && !(a_->softcap > 0) && !a_->alibi_slopes && !a_->distance_bias;
+    }
 
     // Finds the largest of a row's scores; what is more than a factor of them is done, and what the row does not see hidden.
-    PELLUCID_INLINE RowScores largest_score(int64_t r, float* scores, int32_t start, bool to_sinks) const {
-        // Scores that are only multiplied, which does not change which is the largest, are so when that is known.
-        const bool plain = a_->scale > 0 && !(a_->softcap > 0) && !a_->alibi_slopes && !a_->distance_bias;
+    PELLUCID_INLINE float largest_score(int64_t r, bool plain, float* scores, int32_t start, bool to_sinks) const {
         const Range seen = local_[r];
         const F16 unseen = broadcast(-INFINITY);
         F16 largest = unseen;
@@ -246,7 +244,7 @@ private:
             if (!plain || !whole) store(scores + at, s);
             largest = max(largest, s);
         }
-        return {horizontal_max(largest), plain ? a_->scale * kLog2E : 1.0f};
+        return horizontal_max(largest);
     }
 
     // Turns the scores of rows [begin, end) into exponentials relative to each row's largest, for all keys that are multiplied
@@ -255,10 +253,12 @@ private:
     __attribute__((noinline)) void softmax(int64_t begin, int64_t end, Range any, int32_t start, bool to_sinks,
                                            const Partial& partial) {
         using Weights = Exponentials<Format>;
-        RowScores found[Scores<Format>::kRows];
+        const bool plain = is_plain();
+        const float scale = plain ? a_->scale * kLog2E : 1.0f;
+        float largest[Scores<Format>::kRows];
         float* scores = score_;
         for (int64_t r = begin; r < end; ++r, scores += kBlock) {
-            if (!local_[r].empty()) found[r - begin] = largest_score(r, scores, start, to_sinks);
+            if (!local_[r].empty()) largest[r - begin] = largest_score(r, plain, scores, start, to_sinks);
             fetch_some();
         }
         constexpr int32_t kKeys = Weights::kKeys;
@@ -273,7 +273,7 @@ private:
                 clear(any.begin, any.end);
                 continue;
             }
-            const auto [bound, scale] = found[r - begin];
+            const float bound = largest[r - begin];
             partial.largest[r] = bound * scale;
             // Finite, so that keys that a bias of -infinity hides weigh nothing, where it hides all of them too.
             const F16 reference = broadcast(std::max(bound, std::numeric_limits<float>::lowest()));

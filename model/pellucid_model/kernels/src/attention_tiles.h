@@ -43,11 +43,10 @@ struct Exponentials<TiledCache> {
     }
 };
 
-constexpr int kTiledRows = 2 * kTileSide;
 template <>
 class Scores<TiledCache> {
 public:
-    static constexpr int kRows = kTiledRows, kFetchingRows = kTileSide;
+    static constexpr int kRows = 2 * kTileSide, kFetchingRows = kTileSide;
     static constexpr int kMemoryRows = 2 * kRows - 1;  // what lies behind the last row is written to
 
     void start(const Arguments& arguments, int64_t rows) {
@@ -102,11 +101,7 @@ public:
              int64_t count, float* out) {
         width_ = arguments.head_dim;
         block_ = &block;
-        Range common{0, kBlock}, any{kBlock, 0};
-        for (int64_t r = 0; r < count; ++r) {
-            common = common.clip(seen[r].begin, seen[r].end);
-            if (!seen[r].empty()) any = {std::min(any.begin, seen[r].begin), std::max(any.end, seen[r].end)};
-        }
+        auto [common, any] = SeenKeys(seen, count);
         if (any.empty()) {
             std::fill_n(out, count * width_, 0.0f);
             return;
@@ -115,7 +110,8 @@ public:
         weights_ = reinterpret_cast<const bf16*>(exponentials);
         const Range read{used_.begin * kGranule, used_.end * kGranule};
         if (common.empty()) common = {read.end, read.end};
-        if (all_finite({read.begin, common.begin}) && all_finite({common.end, read.end})) {
+        const Range before{read.begin, (common.begin + 1) / 2 * 2}, behind{common.end / 2 * 2, read.end};  // whole pairs
+        if (are_finite(block.here, before, width_) && are_finite(block.here, behind, width_)) {
             find_values();
             multiply(0, count, out);
             return;
@@ -166,15 +162,6 @@ private:
                 for (int64_t d = 0; d < width_; ++d) copy[(key / 2 * width_ + d) * 2 + key % 2] = {};
             }
         }
-    }
-
-    // Whether the values of these keys are.
-    bool all_finite(Range keys) const {
-        for (int32_t key = keys.begin / 2 * 2; key < keys.end; key += 2) {
-            const bf16* pair = block_->here.values[key / kGranule] + key % kGranule * width_;
-            if (!is_finite(pair, 2 * width_)) return false;
-        }
-        return true;
     }
 
     // out [count, width] of rows `row` to row + count - 1.

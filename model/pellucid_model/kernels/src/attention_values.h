@@ -48,6 +48,29 @@ struct ValueProduct {
     }
 };
 
+// Keys of a block, from its start: those that all of some rows see, and those from the first to the last that any of them sees.
+struct SeenKeys {
+    Range common{0, kBlock}, any{kBlock, 0};
+
+    SeenKeys(const Range* seen, int64_t count) {
+        for (const Range* row = seen; row < seen + count; ++row) {
+            common = common.clip(row->begin, row->end);
+            if (!row->empty()) any = {std::min(any.begin, row->begin), std::max(any.end, row->end)};
+        }
+    }
+};
+
+// Whether the values of these keys, whole packs, are. width: of a token in the cache.
+template <class Number>
+bool are_finite(const Granules<Number>& block, Range keys, int64_t width) {
+    for (int32_t key = keys.begin; key < keys.end;) {
+        const int32_t end = std::min(keys.end, (key / kGranule + 1) * kGranule);
+        if (!is_finite(block.values[key / kGranule] + key % kGranule * width, (end - key) * width)) return false;
+        key = end;
+    }
+    return true;
+}
+
 template <class Format>
 class ValueSum {
     using Left = typename Format::Left;
@@ -69,11 +92,7 @@ public:
         const Left* weights = prepared_weights(exponentials, count);
         float* sums = one_vector() ? chains_ : out;
         std::fill_n(sums, count * stride_, 0.0f);
-        Range common{0, kBlock}, any{kBlock, 0};
-        for (int64_t r = 0; r < count; ++r) {
-            common = common.clip(seen[r].begin, seen[r].end);
-            if (!seen[r].empty()) any = {std::min(any.begin, seen[r].begin), std::max(any.end, seen[r].end)};
-        }
+        auto [common, any] = SeenKeys(seen, count);
         common = {whole_packs(common.begin + Format::kPack - 1), whole_packs(common.end)};
         any = {whole_packs(any.begin), whole_packs(any.end + Format::kPack - 1)};
         if (common.empty()) common = {any.end, any.end};
@@ -98,16 +117,7 @@ private:
 
     static int32_t whole_packs(int32_t keys) { return keys / Format::kPack * Format::kPack; }
 
-    // Whether the values of these packs are.
-    bool all_finite(Range keys) const {
-        for (int32_t key = keys.begin; key < keys.end;) {
-            const int32_t end = std::min(keys.end, (key / kGranule + 1) * kGranule);
-            const Number* values = block_->here.values[key / kGranule] + key % kGranule * width_;
-            if (!is_finite(values, (end - key) * width_)) return false;
-            key = end;
-        }
-        return true;
-    }
+    bool all_finite(Range packs) const { return are_finite(block_->here, packs, width_); }
 
     // The exponentials of `count` rows as the left side of a product.
     const Left* prepared_weights(const float* exponentials, int64_t count) {
