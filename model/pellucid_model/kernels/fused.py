@@ -35,7 +35,7 @@ class LinearLayer(ctypes.Structure):
 
     _fields_ = (
         *((name, c_void_p) for name in ("weight", "bias", "gate_weight", "gate_bias", "residual", "out")),
-        ("outputs", c_int64),
+        *((name, c_int64) for name in ("outputs", "rounded_stride")),
         ("activation", c_int32),
     )
 
@@ -47,7 +47,7 @@ class LinearArguments(ctypes.Structure):
         *((name, c_void_p) for name in ("x", "norm_weight", "norm_bias", "layers")),
         *((name, c_int64) for name in ("layer_count", "rows", "inputs")),
         ("norm_epsilon", c_float),
-        *((name, c_int32) for name in ("norm", "format", "threads")),
+        *((name, c_int32) for name in ("norm", "format", "threads", "is_rounded")),
         *((name, c_void_p) for name in ("next", "reading", "prepared")),
     )
 

@@ -33,7 +33,7 @@ class AttentionArguments(ctypes.Structure):
         *((name, c_void_p) for name in ("row_sequence", "positions", "block_tables")),
         *((name, c_void_p) for name in ("window", "sinks", "sink_query_positions")),
         *((name, c_void_p) for name in ("cos", "sin", "alibi_slopes", "distance_bias")),
-        *((name, c_int64) for name in ("q_stride", "k_stride", "v_stride")),
+        *((name, c_int64) for name in ("q_stride", "k_stride", "v_stride", "rounded_stride")),
         *((name, c_int64) for name in ("rows", "query_heads", "kv_heads", "head_dim")),
         *((name, c_int64) for name in ("blocks", "block_size", "block_stride", "sequences", "table_width")),
         *((name, c_int64) for name in ("rotary_positions", "rotary_dim", "bias_width")),
@@ -64,6 +64,7 @@ class NativeKernels:
         self.name = variant
         self.library = library.load_variant(variant)
         self.library.pellucid_paged_attention.restype = c_int32
+        self.library.pellucid_rounded_stride.restype = c_int64
         linears = (f"linear_{format}" for format in get_args(WeightFormat))
         for function in ("rms_norm", "layer_norm", "look_up", *FUNCTIONS, *linears):
             getattr(self.library, f"pellucid_{function}").restype = None

@@ -33,6 +33,8 @@ from pellucid_model.kernels.plan.program import (
     Reduce,
     Reduction,
     Select,
+    reads,
+    writes,
 )
 
 _KINDS = (Gather, Select, Copy, Rearrange, Combine, Reduce, Linear, Normalize, Activate, Attention)
@@ -42,7 +44,7 @@ _ROWS, _SAME_FOR_ALL_ROWS, _NUMBER = range(3)
 
 
 class _Place(ctypes.Structure):
-    _fields_ = tuple((name, c_int64) for name in ("start", "stride", "offset", "width", "phase"))
+    _fields_ = tuple((name, c_int64) for name in ("start", "stride", "offset", "width", "phase", "rounded_stride"))
 
 
 class _Instruction(ctypes.Structure):
@@ -74,6 +76,7 @@ class CompiledProgram:
         self._kernels = kernels
         self._caches = caches
         self._places, self.arena_widths = program.places()
+        self._rounded_strides = _rounded_strides(program, kernels)
         self._kept: list[object] = []
         self._logits_buffer = program.logits.buffer
         compiled = [self._compile(each) for each in program.instructions]
@@ -180,7 +183,8 @@ class CompiledProgram:
         program, buffer = self._program, operand.buffer
         start = -1 if buffer == self._logits_buffer else self._places[buffer]
         phase = PHASES.index(program.phases[buffer])
-        return _Place(start, program.widths[buffer], operand.offset, operand.width, phase)
+        stride = self._rounded_strides.get(buffer, 0)
+        return _Place(start, program.widths[buffer], operand.offset, operand.width, phase, stride)
 
     def _function(self, name: str) -> int | None:
         return ctypes.cast(getattr(self._kernels.library, f"pellucid_{name}"), c_void_p).value
@@ -189,6 +193,29 @@ class CompiledProgram:
         """Address of a tensor that the instructions use as long as they live."""
         self._kept.append(tensor)
         return address(tensor)
+
+
+def _rounded_strides(program: Program, kernels: NativeKernels) -> dict[int, int]:
+    """Of buffers that nobody reads but layers that would round them to bfloat16: they are made as such rows."""
+    made: set[int] = set()
+    otherwise: set[int] = set()
+    rounded: set[int] = set()
+    for instruction in program.instructions:
+        own = {operand.buffer for operand in writes(instruction) if program.is_whole(operand)}
+        makes_rounded = isinstance(instruction, Linear | Attention)
+        (made if makes_rounded else otherwise).update(own)
+        otherwise.update(operand.buffer for operand in writes(instruction) if operand.buffer not in own)
+        inputs = reads(instruction)
+        if isinstance(instruction, Linear) and _rounds_input(instruction):
+            rounded.add(instruction.x.buffer)
+            inputs = inputs[1:]
+        otherwise.update(operand.buffer for operand in inputs)
+    stride = kernels.library.pellucid_rounded_stride
+    return {buffer: stride(c_int64(program.widths[buffer])) for buffer in (made & rounded) - otherwise}
+
+
+def _rounds_input(linear: Linear) -> bool:
+    return linear.norm is None and linear.layers[0].packed.format == "bfloat16"
 
 
 def _float32(table: Tensor | None) -> Tensor | None:

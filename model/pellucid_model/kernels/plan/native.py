@@ -20,6 +20,8 @@ from pellucid_model.kernels.plan.instructions import CompiledProgram
 from pellucid_model.kernels.plan.program import PHASES, Program
 
 _BEYOND_TABLE = -1
+_ROWS_BEHIND = 31
+"""That layers may read behind the last one; as in src/linear_arguments.h."""
 
 
 class _Angles(ctypes.Structure):
@@ -190,7 +192,7 @@ class Plan:
         )
         call = _Batch(
             rows=tuple(rows[phase] for phase in PHASES),
-            arena=tuple(self._held(p, rows[p] * self._compiled.arena_widths[p]).data_ptr() for p in PHASES),
+            arena=tuple(self._held(p, (rows[p] + _ROWS_BEHIND) * self._compiled.arena_widths[p]).data_ptr() for p in PHASES),
             logits=logits.data_ptr(),
             tokens=address(batch.tokens),
             positions=address(batch.positions),

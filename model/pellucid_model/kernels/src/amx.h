@@ -41,10 +41,13 @@ template <int Tile>
 PELLUCID_INLINE void clear_tile() {
     asm volatile("tilezero %%tmm%c0" ::"i"(Tile));
 }
-// step: bytes from one row to the next
-template <int Tile>
+// step: bytes from one row to the next. Passing: what is read leaves the nearest cache to what is read again.
+template <int Tile, bool Passing = false>
 PELLUCID_INLINE void load_tile(const void* from, int64_t step) {
-    asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(step), "i"(Tile));
+    if constexpr (Passing)
+        asm volatile("tileloaddt1 (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(step), "i"(Tile));
+    else
+        asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(step), "i"(Tile));
 }
 template <int Tile>
 PELLUCID_INLINE void store_tile(void* to, int64_t step) {
@@ -62,8 +65,11 @@ PELLUCID_INLINE void add_integer_tiles() {
 // The compiler does not know what tiles are loaded from: that has been written by now.
 PELLUCID_INLINE void before_tiles() { asm volatile("" ::: "memory"); }
 
+// Which side of a product is read again soon, and so is kept in the nearest cache.
+enum class Keeps { kLeft, kRight, kBoth };
+
 // sums [16 * Lefts, 16 * Rights] of bfloat16 products, in tiles 0 to 3.
-template <int Lefts, int Rights>
+template <int Lefts, int Rights, Keeps Kept = Keeps::kBoth>
 class TileSums {
     static_assert(Lefts * Rights <= 4 && Lefts <= 2);
 
@@ -78,21 +84,22 @@ public:
     // left(i), right(j): where the first row of a tile lies; from there to the next one are so many bytes.
     template <class Left, class Right>
     PELLUCID_INLINE void add(const Left& left, int64_t left_step, const Right& right, int64_t right_step) const {
-        load_tile<4>(left(0), left_step);
-        load_tile<6>(right(0), right_step);
+        constexpr bool kLeftPasses = Kept == Keeps::kRight, kRightPasses = Kept == Keeps::kLeft;
+        load_tile<4, kLeftPasses>(left(0), left_step);
+        load_tile<6, kRightPasses>(right(0), right_step);
         add_bfloat16_tiles<0, 4, 6>();
         if constexpr (Rights > 1) {
-            load_tile<7>(right(1), right_step);
+            load_tile<7, kRightPasses>(right(1), right_step);
             add_bfloat16_tiles<1, 4, 7>();
         }
         if constexpr (Rights > 2) {
-            load_tile<5>(right(2), right_step);
+            load_tile<5, kRightPasses>(right(2), right_step);
             add_bfloat16_tiles<2, 4, 5>();
-            load_tile<6>(right(3), right_step);
+            load_tile<6, kRightPasses>(right(3), right_step);
             add_bfloat16_tiles<3, 4, 6>();
         }
         if constexpr (Lefts > 1) {
-            load_tile<5>(left(1), left_step);
+            load_tile<5, kLeftPasses>(left(1), left_step);
             add_bfloat16_tiles<Rights, 5, 6>();
             if constexpr (Rights > 1) add_bfloat16_tiles<3, 5, 7>();
         }

@@ -20,7 +20,7 @@ struct Arguments {
     const float* v;        // [T, Hkv, D], or null
     void* k_cache;         // [blocks, Hkv, block_size, W], see attention_cache.h
     void* v_cache;         // [blocks, Hkv, block_size, W]
-    float* out;            // [T, Hq, D]
+    float* out;            // [T, Hq, D]; or rows of bfloat16
     const int32_t* row_sequence;          // [T]
     const int32_t* positions;             // [T]
     const int32_t* block_tables;          // [S, table_width]
@@ -32,6 +32,7 @@ struct Arguments {
     const float* alibi_slopes;            // [Hq] or null
     const float* distance_bias;           // [Hq, bias_width] or null
     int64_t q_stride, k_stride, v_stride;  // from one row to the next, in numbers
+    int64_t rounded_stride;                // of rows of bfloat16; 0: out is float32
     int64_t rows, query_heads, kv_heads, head_dim;
     int64_t blocks, block_size, block_stride;  // block_stride: from one block to the next, in numbers
     int64_t sequences, table_width;

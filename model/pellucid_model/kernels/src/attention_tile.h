@@ -320,9 +320,14 @@ private:
             fetch_some();
             const auto [row, head] = place_of(r);
             float* out = a_->out + (row * a_->query_heads + head) * a_->head_dim;
-            for (int64_t d = 0; d < a_->head_dim; d += 16)
-                store(out + d, load(&total_[r * stride_ + d]) / broadcast(sum_[r]),
-                      static_cast<int>(std::min<int64_t>(16, a_->head_dim - d)));
+            bf16* const rounded = reinterpret_cast<bf16*>(a_->out) + row * a_->rounded_stride + head * a_->head_dim;
+            for (int64_t d = 0; d < a_->head_dim; d += 16) {
+                const F16 value = load(&total_[r * stride_ + d]) / broadcast(sum_[r]);
+                if (a_->rounded_stride > 0)
+                    store_rounded(rounded + d, value);
+                else
+                    store(out + d, value, static_cast<int>(std::min<int64_t>(16, a_->head_dim - d)));
+            }
         }
     }
 

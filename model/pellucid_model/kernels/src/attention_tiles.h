@@ -38,8 +38,7 @@ struct Exponentials<TiledCache> {
     }
     // As bfloat16, in the first half of the row.
     static PELLUCID_INLINE void put(float* row, int at, F16 weights) {
-        const __m256bh rounded = _mm512_cvtneps_pbh(weights.v);
-        std::memcpy(reinterpret_cast<bf16*>(row) + at, &rounded, sizeof rounded);
+        store(reinterpret_cast<bf16*>(row) + at, weights);
     }
 };
 

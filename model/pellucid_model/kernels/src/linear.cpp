@@ -93,7 +93,7 @@ public:
     }
 
     static int64_t prepared_bytes(const LinearArguments& a) {
-        return takes_floats(a) ? 0 : left_count(a) * static_cast<int64_t>(sizeof(Left));
+        return takes_floats(a) || a.is_rounded ? 0 : left_count(a) * static_cast<int64_t>(sizeof(Left));
     }
 
     FirstWeights first_weights(int worker) const {
@@ -110,6 +110,7 @@ private:
     // Of prepared rows, and of those that a tile may read behind them.
     static int64_t left_count(const LinearArguments& a) {
         constexpr int64_t kBehind = Format::kStep > 1 ? Format::kRows - 1 : 0;
+        static_assert(kBehind <= kRowsBehind);
         return (a.rows + kBehind) * Format::left_per_row(a.inputs);
     }
 
@@ -125,6 +126,7 @@ private:
     const Left* prepare() const {
         if constexpr (Format::kTakesFloats)
             if (takes_floats(a_)) return a_.x;
+        if (a_.is_rounded) return reinterpret_cast<const Left*>(a_.x);
         const int64_t work = a_.inputs * kPrepareWork;
         const bool shared = useful_threads(threads_, a_.rows * work) > 1;
         Left* const left =
@@ -176,8 +178,15 @@ private:
                 const Weights following = next.first < run.last ? read(next) : then;
                 Fetching fetching(following, a_.reading, Format::kCachedShift, products, panel_bytes_,
                                   reads_once() ? kReadAhead : 0);
-                for (int64_t tile = 0; tile < tiles.count; ++tile)
-                    block(visit, row + tiles.begin(tile), tiles.size(tile), fetching);
+                const bool again = tiles.count > 1;
+                const int64_t step = run.layer->gate_weight ? kGatedTiles : 1;
+                for (int64_t tile = 0; tile < tiles.count; tile += step) {
+                    const int64_t end = std::min(tile + step, tiles.count);
+                    if (end - tile > 1)
+                        gated_tiles(visit, row, tiles, tile, end, fetching);
+                    else
+                        block(visit, row + tiles.begin(tile), tiles.size(tile), again, fetching);
+                }
             }
         });
     }
@@ -260,40 +269,67 @@ private:
 
     // A visit of rows [row, row + count). Few rows take two panels at once, to keep the multipliers busy: one of each
     // half, so that both are read on and on to the end.
-    void block(const Run& visit, int64_t row, int64_t count, Fetching& fetching) const {
+    void block(const Run& visit, int64_t row, int64_t count, bool again, Fetching& fetching) const {
         int64_t panel = visit.first;
         if constexpr (Format::kWideRows > 0)
             if (count <= Format::kWideRows)
                 with_rows<Format::kWideRows, step_of<4>()>(count, [&](auto height) {
                     const int64_t middle = visit.first + half(visit);
                     for (; panel < middle; ++panel)
-                        tile<height, 4>(*visit.layer, row, count, panel, half(visit), fetching);
+                        tile<height, 4>(*visit.layer, row, count, panel, half(visit), again, fetching);
                     panel = middle + half(visit);
                 });
         with_rows<Format::kRows, step_of<2>()>(count, [&](auto height) {
-            for (; panel < visit.last; ++panel) tile<height, 2>(*visit.layer, row, count, panel, 0, fetching);
+            for (; panel < visit.last; ++panel) tile<height, 2>(*visit.layer, row, count, panel, 0, again, fetching);
         });
     }
 
     // Of the panel, and for four vectors of the one that is `apart` panels behind it. Computes Rows rows, `count` of which
     // are wanted.
     template <int Rows, int Vectors>
-    void tile(const LinearLayer& layer, int64_t row, int64_t count, int64_t panel, int64_t apart,
+    void tile(const LinearLayer& layer, int64_t row, int64_t count, int64_t panel, int64_t apart, bool again,
               Fetching& fetching) const {
         constexpr int kColumns = Vectors * 16;
         alignas(64) float sums[Rows * kColumns], gate[Rows * kColumns];
-        const auto multiply = [&](const void* weight, float* out) {
-            const auto* first = static_cast<const std::byte*>(weight) + panel * panel_bytes_;
-            product<Rows, Vectors>(left_ + row * stride_, count, first, apart * panel_bytes_, fetching.part(first), out);
-        };
         if (layer.residual) fetch_residual<Vectors>(layer, row, count, panel, apart);
-        if (layer.gate_weight) multiply(layer.gate_weight, gate);
-        multiply(layer.weight, sums);
-        for (int64_t begin = 0; begin < kColumns; begin += kPanel, panel += apart) {
-            const int64_t column = panel * kPanel;
-            const TilePlace place{row, count, column, std::min<int64_t>(kPanel, layer.outputs - column)};
-            finish(layer, place, sums + begin, gate + begin, kColumns);
+        if (layer.gate_weight) multiply<Rows, Vectors>(layer.gate_weight, row, count, panel, apart, again, fetching, gate);
+        multiply<Rows, Vectors>(layer.weight, row, count, panel, apart, again, fetching, sums);
+        for (int64_t begin = 0; begin < kColumns; begin += kPanel, panel += apart)
+            finish(layer, place_of_tile(layer, row, count, panel), sums + begin, gate + begin, kColumns);
+    }
+
+    // Tiles [begin, end) of a layer with a gate: all with a panel of the gate, which stays in the nearest cache meanwhile, and
+    // then all with the one of the layer.
+    void gated_tiles(const Run& visit, int64_t row, const EvenParts& tiles, int64_t begin, int64_t end,
+                     Fetching& fetching) const {
+        const LinearLayer& layer = *visit.layer;
+        alignas(64) float gates[kGatedTiles][Format::kRows * kPanel], sums[Format::kRows * kPanel];
+        const auto multiply_tile = [&](const void* weight, int64_t tile, int64_t panel, float* out) {
+            with_rows<Format::kRows, step_of<2>()>(tiles.size(tile), [&](auto height) {
+                multiply<height, 2>(weight, row + tiles.begin(tile), tiles.size(tile), panel, 0, true, fetching, out);
+            });
+        };
+        for (int64_t panel = visit.first; panel < visit.last; ++panel) {
+            for (int64_t tile = begin; tile < end; ++tile) multiply_tile(layer.gate_weight, tile, panel, gates[tile - begin]);
+            for (int64_t tile = begin; tile < end; ++tile) {
+                const TilePlace place = place_of_tile(layer, row + tiles.begin(tile), tiles.size(tile), panel);
+                if (layer.residual) fetch_residual<2>(layer, place.row, place.rows, panel, 0);
+                multiply_tile(layer.weight, tile, panel, sums);
+                finish(layer, place, sums, gates[tile - begin], kPanel);
+            }
         }
+    }
+
+    static TilePlace place_of_tile(const LinearLayer& layer, int64_t row, int64_t count, int64_t panel) {
+        const int64_t column = panel * kPanel;
+        return {row, count, column, std::min<int64_t>(kPanel, layer.outputs - column)};
+    }
+
+    template <int Rows, int Vectors>
+    void multiply(const void* weight, int64_t row, int64_t count, int64_t panel, int64_t apart, bool again,
+                  Fetching& fetching, float* out) const {
+        const auto* first = static_cast<const std::byte*>(weight) + panel * panel_bytes_;
+        product<Rows, Vectors>(left_ + row * stride_, count, first, apart * panel_bytes_, again, fetching.part(first), out);
     }
 
     // What a tile's sums are added to: it may be in another core's cache.
@@ -308,9 +344,9 @@ private:
     // out [Rows, Vectors * 16]
     template <int Rows, int Vectors>
     __attribute__((noinline)) void product(const Left* left, int64_t count, const std::byte* panel, int64_t apart,
-                                           const Ahead& ahead, float* out) const {
+                                           bool again, const Ahead& ahead, float* out) const {
         if constexpr (step_of<Vectors>() > 1)
-            Format::template multiply_tiles<Rows, Vectors>(left, stride_, count, panel, apart, a_.inputs, ahead, out);
+            Format::template multiply_tiles<Rows, Vectors>(left, stride_, count, panel, apart, a_.inputs, again, ahead, out);
         else
             multiply_in_registers<Rows, Vectors>(left, panel, apart, ahead, out);
     }
@@ -330,6 +366,7 @@ private:
             for (int v = 0; v < Vectors; ++v) store(out + (r * Vectors + v) * 16, sums[r][v]);
     }
 
+    static constexpr int64_t kGatedTiles = Format::kStep > 1 ? 128 / Format::kRows : 1;
     static constexpr int64_t kPrepareWork = 12;         // of a number, which comes from another core maybe
     static constexpr int64_t kReadAhead = 6 << 10;       // bytes
     static constexpr int64_t kRunBytes = 512 << 10;      // of a run, about
@@ -349,7 +386,7 @@ auto with_format(const LinearArguments& arguments, const Call& call) {
     switch (arguments.format) {
 #if defined(PELLUCID_AMX)
         case kBfloat16: return call(TiledBfloat16Format());
-        case kInt8: return arguments.rows > kFewInt8Rows ? call(TiledInt8Format()) : call(Int8Format());
+        case kInt8: return call(TiledInt8Format());
         case kInt4: return arguments.rows > kFewInt4Rows ? call(TiledInt4Format()) : call(Int4Format());
 #else
         case kBfloat16: return call(Bfloat16Format());
@@ -366,14 +403,23 @@ void run(const LinearArguments& arguments) {
 
 void run_plain(WeightFormat format, const float* x, const void* weight, const float* bias, float* out, int64_t rows,
                int64_t inputs, int64_t outputs, int threads) {
-    const LinearLayer layer{weight, bias, nullptr, nullptr, nullptr, out, outputs, kNoActivation};
-    run({x, nullptr, nullptr, &layer, 1, rows, inputs, 0.0f, kNoNorm, format, threads, nullptr, nullptr, nullptr});
+    const LinearLayer layer{weight, bias, nullptr, nullptr, nullptr, out, outputs, 0, kNoActivation};
+    run({x, nullptr, nullptr, &layer, 1, rows, inputs, 0.0f, kNoNorm, format, threads, 0, nullptr, nullptr, nullptr});
 }
 
 }  // namespace
 
 int64_t prepared_bytes(const LinearArguments& arguments) {
     return with_format(arguments, [&](auto format) { return Linear<decltype(format)>::prepared_bytes(arguments); });
+}
+
+int64_t rounded_stride(int64_t width) {
+#if defined(PELLUCID_AMX)
+    using Format = TiledBfloat16Format;
+#else
+    using Format = Bfloat16Format;
+#endif
+    return std::is_same_v<Format::Left, bf16> && width % 32 == 0 ? Format::left_per_row(width) : 0;
 }
 
 FirstWeights first_weights(const LinearArguments& arguments, int worker) {
@@ -404,5 +450,7 @@ extern "C" void pellucid_linear_int4(const float* x, const void* weight, const f
                                      int64_t inputs, int64_t outputs, int threads) {
     run_plain(kInt4, x, weight, bias, out, rows, inputs, outputs, threads);
 }
+
+extern "C" int64_t pellucid_rounded_stride(int64_t width) { return rounded_stride(width); }
 
 extern "C" void pellucid_fused_linear(const LinearArguments* arguments) { run(*arguments); }

@@ -19,13 +19,14 @@ struct LinearLayer {
     const void* gate_weight;  // of the same shape, or null
     const float* gate_bias;
     const float* residual;  // [rows, outputs] or null; may be `out` where there is no gate
-    float* out;             // [rows, outputs], never x
+    float* out;             // [rows, outputs], never x; or rows of bfloat16
     int64_t outputs;
+    int64_t rounded_stride;  // of those, from one to the next, in numbers; 0: out is float32
     int32_t activation;  // of the gate where there is one
 };
 
 struct LinearArguments {
-    const float* x;  // [rows, inputs]
+    const float* x;  // [rows, inputs], or rows of bfloat16
     const float *norm_weight, *norm_bias;  // [inputs] or null
     const LinearLayer* layers;
     int64_t layer_count, rows, inputs;
@@ -33,12 +34,18 @@ struct LinearArguments {
     int32_t norm;    // of x, before all layers
     int32_t format;  // of all their weights
     int32_t threads;
+    int32_t is_rounded;  // x is; weights are bfloat16 then, and there is no norm
     const LinearArguments* next;  // the operator whose weights are read after this one's, or null
     CacheReading* reading;        // what this thread fetches of the cache meanwhile; or null
     void* prepared;  // what a team shares to prepare rows in: prepared_bytes; null: there is no team
 };
 
 int64_t prepared_bytes(const LinearArguments& arguments);
+
+// The distance between rows of bfloat16 that layers take as they are, instead of rounding float32 to the same: in numbers, 0
+// where they take none of that width. Rows begin at whole lines of the cache, and a layer may read some behind the last one.
+int64_t rounded_stride(int64_t width);
+constexpr int64_t kRowsBehind = 31;
 
 // Where thread `worker` begins to read the weights, in two places where it reads them side by side, else in the same. Null
 // where there are more rows than wait for memory.

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "linear_arguments.h"
+#include "linear_formats.h"
 #include "row_functions.h"
 
 namespace pellucid {
@@ -19,6 +20,7 @@ struct Unchanged {
 // sums, gate [rows, stride]; gate is read where the layer has one.
 template <class Activate>
 void finish(const LinearLayer& layer, const TilePlace& tile, const float* sums, const float* gate, int64_t stride) {
+    auto* const rounded = reinterpret_cast<bf16*>(layer.out) + tile.row * layer.rounded_stride + tile.column;
     for (int64_t r = 0; r < tile.rows; ++r, sums += stride, gate += stride) {
         const int64_t at = (tile.row + r) * layer.outputs + tile.column;
         for_each_vector(tile.columns, [&](int64_t i, auto count) {
@@ -32,7 +34,10 @@ void finish(const LinearLayer& layer, const TilePlace& tile, const float* sums, 
                 value = Activate()(value);
             }
             if (layer.residual) value = load(layer.residual + at + i, count) + value;
-            store(layer.out + at + i, value, count);
+            if (layer.rounded_stride > 0)
+                store_rounded(rounded + r * layer.rounded_stride + i, value);
+            else
+                store(layer.out + at + i, value, count);
         });
     }
 }

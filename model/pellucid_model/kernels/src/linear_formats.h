@@ -56,6 +56,15 @@ struct Ahead {
     static int64_t step_of(int shift) { return int64_t{64} << std::min(shift, 16); }
 };
 
+// 16 numbers of a row that layers take as it is; see rounded_stride.
+PELLUCID_INLINE void store_rounded([[maybe_unused]] bf16* to, [[maybe_unused]] F16 x) {
+#if defined(__AVX512BF16__)
+    store(to, x);
+#else
+    __builtin_unreachable();
+#endif
+}
+
 // Any number of rows in a tile, which multiplies about as fast as the next cache gives weights.
 struct InRegisters {
     static constexpr int kStep = 1, kWideStep = 1;  // of a tile's height, one panel wide and two
@@ -149,11 +158,8 @@ struct Bfloat16Format : InRegisters {
     static int64_t panel_bytes(int64_t inputs) { return divide_up(inputs, 2) * 2 * kPanel * 2; }
     static void prepare(const float* x, int64_t inputs, Left* row) {
         int64_t k = 0;
-#if defined(__AVX512BF16__)  // the product takes subnormal numbers as 0, and so does this rounding
-        for (; k + 16 <= inputs; k += 16) {
-            const __m256bh rounded = _mm512_cvtneps_pbh(_mm512_loadu_ps(x + k));
-            std::memcpy(row + k, &rounded, sizeof rounded);
-        }
+#if defined(__AVX512BF16__)
+        for (; k + 16 <= inputs; k += 16) store(row + k, load(x + k));
 #endif
         for (; k < inputs; ++k) round(row + k, x[k]);
         if (inputs % 2 != 0) round(row + inputs, 0.0f);

@@ -17,7 +17,7 @@ PELLUCID_INLINE I16 operator+(I16 a, I16 b) { return {_mm512_add_epi32(a.v, b.v)
 PELLUCID_INLINE void store_bytes(void* p, Bytes x) { _mm512_storeu_si512(p, x.v); }
 
 // More rows than these take less time in tiles than in registers.
-constexpr int64_t kFewInt8Rows = 8, kFewInt4Rows = 12;
+constexpr int64_t kFewInt4Rows = 12;
 
 constexpr int64_t kPanelStep = 2 * kTileBytes;  // from one row of a panel's tiles to the next
 
@@ -45,8 +45,18 @@ struct TiledBfloat16Format : Bfloat16Format, InTiles {
     // out [Rows, 16 * Vectors]
     template <int Rows, int Vectors>
     static PELLUCID_INLINE void multiply_tiles(const Left* x, int64_t x_stride, int64_t, const std::byte* panel,
-                                               int64_t apart, int64_t inputs, const Ahead& ahead, float* out) {
-        const TileSums<Rows / kTileSide, Vectors> sums;
+                                               int64_t apart, int64_t inputs, bool again, const Ahead& ahead, float* out) {
+        const auto multiply = [&]<Keeps Kept>() {
+            multiply_tiles<Rows, Vectors, Kept>(x, x_stride, panel, apart, inputs, ahead, out);
+        };
+        again ? multiply.template operator()<Keeps::kRight>() : multiply.template operator()<Keeps::kLeft>();
+    }
+
+private:
+    template <int Rows, int Vectors, Keeps Kept>
+    static PELLUCID_INLINE void multiply_tiles(const Left* x, int64_t x_stride, const std::byte* panel, int64_t apart,
+                                               int64_t inputs, const Ahead& ahead, float* out) {
+        const TileSums<Rows / kTileSide, Vectors, Kept> sums;
         const int64_t packs = divide_up(inputs, 2), whole = packs / kTileSide * kTileSide;
         const auto add = [&](int64_t pack, const std::byte* first, int64_t second) {
             sums.add([&](int i) { return x + i * kTileSide * x_stride + 2 * pack; }, x_stride * sizeof(Left),
@@ -114,7 +124,7 @@ struct TiledIntegers : InTiles {
     // multiply for the next one.
     template <int Rows, int Vectors>
     static PELLUCID_INLINE void multiply_tiles(const Left* x, int64_t x_stride, int64_t count, const std::byte* panel,
-                                               int64_t, int64_t inputs, const Ahead& ahead, float* out) {
+                                               int64_t, int64_t inputs, bool, const Ahead& ahead, float* out) {
         static_assert(Vectors == 2);
         constexpr int kLefts = Rows / kTileSide;
         const int64_t groups = group_count(inputs), steps = divide_up(groups, 2) * kLefts;
@@ -197,32 +207,89 @@ private:
     }
 };
 
-struct TiledInt8Format : TiledIntegers<Int8Format, TiledInt8Format> {
-    static constexpr int64_t kGroupBytes = kGroup * kPanel;
+// Activations are numbers of 15 bits with one scale for a row: two digits, a = 128 high + low, so that a row's sums are whole
+// numbers to the end. (In groups of 64 with scales of their own, as elsewhere, what is done between tiles takes twice as long
+// as they do.)
+//
+//   row: high digits [K], low digits [K], both padded with zeros to whole lines; then Factors
+struct TiledInt8Format : InTiles {
+    static constexpr int kRows = kTileSide, kWideRows = 0, kOnceRows = kTileSide;
+    static constexpr int kCachedShift = Int8Format::kCachedShift;
+    static constexpr bool kTakesFloats = false;
 
-    struct Workspace {};
-    template <int Second>
-    static PELLUCID_INLINE const std::byte* right_rows(const std::byte* panel, int64_t group, Workspace&) {
-        return panel + group * kGroupBytes;
+    struct alignas(kTileBytes) Left {  // a line of the cache
+        Activation values[kTileBytes];
+    };
+    struct Factors {
+        float scale;
+        int32_t high, low;  // -128 times the sum of digits, since weights are unsigned
+    };
+
+    static int64_t lines(int64_t inputs) { return divide_up(inputs, kTileBytes); }
+    static int64_t left_per_row(int64_t inputs) { return 2 * lines(inputs) + 1; }
+    static int64_t panel_bytes(int64_t inputs) { return Int8Format::panel_bytes(inputs); }
+
+    static void prepare(const float* x, int64_t inputs, Left* row) {
+        const Scale scale(x, inputs, static_cast<float>(kLargest));
+        auto *high = row->values, *low = row[lines(inputs)].values;
+        int32_t high_sum = 0, low_sum = 0;
+        for (int64_t k = 0; k < inputs; ++k) {
+            const int32_t whole = scale.round(x[k]), digit = (whole + kDigit / 2) >> 7;
+            high[k] = static_cast<Activation>(digit);
+            low[k] = static_cast<Activation>(whole - kDigit * digit);
+            high_sum += digit;
+            low_sum += whole - kDigit * digit;
+        }
+        const int64_t padding = lines(inputs) * kTileBytes - inputs;
+        std::fill_n(high + inputs, padding, Activation{});
+        std::fill_n(low + inputs, padding, Activation{});
+        *reinterpret_cast<Factors*>(row + 2 * lines(inputs)) = {scale.scale, -128 * high_sum, -128 * low_sum};
     }
 
-    struct Columns {};
-    static PELLUCID_INLINE Columns columns(const std::byte*, int64_t) { return {}; }
-    static PELLUCID_INLINE F16 add(F16 sum, I16 whole, const Factors& row, const Columns&, int) {
-        return sum + to_float(whole + broadcast_integer(row.correction)) * broadcast(row.scale);
-    }
-
+    // out [count, 32], count <= 16
     template <int Rows, int Vectors>
     static PELLUCID_INLINE void multiply_tiles(const Left* x, int64_t x_stride, int64_t count, const std::byte* panel,
-                                               int64_t apart, int64_t inputs, const Ahead& ahead, float* out) {
-        TiledIntegers::multiply_tiles<Rows, Vectors>(x, x_stride, count, panel, apart, inputs, ahead, out);
-        const auto* scales = reinterpret_cast<const float*>(panel + group_count(inputs) * kGroupBytes);
-        const F16 first = load(scales), second = load(scales + 16);
-        for (float* const end = out + count * kPanel; out < end; out += kPanel) {
-            store(out, load(out) * first);
-            store(out + 16, load(out + 16) * second);
+                                               int64_t, int64_t inputs, bool again, const Ahead& ahead, float* out) {
+        static_assert(Rows == kTileSide && Vectors == 2);
+        const int64_t count_of_lines = lines(inputs);
+        constexpr int64_t kLineBytes = kTileBytes * kPanel;  // of a panel
+        alignas(kTileBytes) int32_t sums[kTileSide * 2 * kPanel];  // [rows][2][32]
+        const auto multiply = [&]<bool Again>() {
+            clear_tile<0>(), clear_tile<1>(), clear_tile<2>(), clear_tile<3>();
+            for (int64_t line = 0; line < count_of_lines; ++line, panel += kLineBytes) {
+                ahead.fetch<Vectors>(line * kLineBytes, kLineBytes);
+                load_tile<6, !Again>(panel, kPanelStep);
+                load_tile<4, Again>(x + line, x_stride * sizeof(Left));
+                add_integer_tiles<0, 4, 6>();
+                load_tile<5, Again>(x + count_of_lines + line, x_stride * sizeof(Left));
+                add_integer_tiles<2, 5, 6>();
+                load_tile<7, !Again>(panel + kTileBytes, kPanelStep);
+                add_integer_tiles<1, 4, 7>();
+                add_integer_tiles<3, 5, 7>();
+            }
+        };
+        before_tiles();
+        again ? multiply.template operator()<true>() : multiply.template operator()<false>();
+        constexpr int64_t kStep = 2 * kPanel * sizeof *sums;
+        store_tile<0>(sums, kStep), store_tile<1>(sums + 16, kStep);
+        store_tile<2>(sums + kPanel, kStep), store_tile<3>(sums + kPanel + 16, kStep);
+        const auto* scales = reinterpret_cast<const float*>(panel);
+        const F16 columns[2] = {load(scales), load(scales + 16)};
+        const Left* factors = x + 2 * count_of_lines;
+        for (int64_t r = 0; r < count; ++r, factors += x_stride, out += kPanel) {
+            const auto& row = *reinterpret_cast<const Factors*>(factors);
+            const int32_t* const high = sums + r * 2 * kPanel;
+#pragma GCC unroll 2
+            for (int v = 0; v < 2; ++v) {
+                const F16 a = to_float(load_integers(high + 16 * v) + broadcast_integer(row.high));
+                const F16 b = to_float(load_integers(high + kPanel + 16 * v) + broadcast_integer(row.low));
+                store(out + 16 * v, fma(a, broadcast(float{kDigit}), b) * (broadcast(row.scale) * columns[v]));
+            }
         }
     }
+
+private:
+    static constexpr int32_t kDigit = 128, kLargest = 127 * kDigit;
 };
 
 // A left tile has the values of two groups. The right one of the first group has zeros below, that of the second above.

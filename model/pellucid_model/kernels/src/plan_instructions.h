@@ -20,7 +20,8 @@ struct Place {
     int64_t start;   // of the buffer, in numbers per row; -1: the caller's logits
     int64_t stride;  // numbers per row of the buffer
     int64_t offset, width;
-    int64_t phase;  // 0 tokens, 1 sampled
+    int64_t phase;           // 0 tokens, 1 sampled
+    int64_t rounded_stride;  // of rows of bfloat16 (linear_arguments.h), which begin where the buffer does; 0: float32
 };
 
 struct Instruction {

@@ -68,6 +68,7 @@ public:
     LinearArguments linear_arguments(const Instruction& i) const {
         LinearArguments arguments = *static_cast<const LinearArguments*>(i.first);
         arguments.rows = batch_.rows[i.a.phase];
+        arguments.is_rounded = i.a.rounded_stride > 0;
         arguments.threads = batch_.threads;
         arguments.prepared = shared_.prepared;
         return arguments;
@@ -82,6 +83,7 @@ public:
         a.q_stride = i.a.stride;
         a.k_stride = i.b.stride;
         a.v_stride = i.c.stride;
+        a.rounded_stride = i.out.rounded_stride;
         a.rows = batch_.rows[i.out.phase];
         a.row_sequence = batch_.row_sequence;
         a.positions = batch_.positions32;
@@ -208,6 +210,7 @@ private:
         for (int64_t n = 0; n < arguments.layer_count; ++n) {
             layers[n] = arguments.layers[n];
             layers[n].out = at(places[n].out, 0);
+            layers[n].rounded_stride = places[n].out.rounded_stride;
             layers[n].residual = places[n].residual.width ? at(places[n].residual, 0) : nullptr;
         }
         arguments.x = at(i.a, 0);

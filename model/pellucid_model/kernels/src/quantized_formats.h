@@ -28,8 +28,34 @@ struct ActivationGroup {
     Correction correction;
 };
 
-// Quantizes count <= Size numbers, returns the sum of a. Where one is not finite the scale is NaN, and all the row's
-// results will be; numbers below 2^-100 count as 0.
+// What numbers are multiplied by to become whole numbers up to `most`, and those by to be numbers again. Where one is not
+// finite the scale is NaN, and so will be all that is computed with it; numbers below 2^-100 count as 0.
+class Scale {
+public:
+    template <class Count>
+    PELLUCID_INLINE Scale(const float* x, Count count, float most) {
+        uint32_t largest = 0;  // as integers, absolute values are in the same order, and NaN is above all
+        for (Count i = 0; i < count; ++i) largest = std::max(largest, std::bit_cast<uint32_t>(x[i]) & 0x7fffffff);
+        const float bound = std::bit_cast<float>(largest);
+        const bool finite = largest < 0x7f800000;
+        any_ = finite && bound >= 0x1p-100f;
+        inverse_ = any_ ? most / bound : 0.0f;
+        scale = any_ ? bound / most : finite ? 0.0f : std::bit_cast<float>(0x7fc00000);
+    }
+
+    PELLUCID_INLINE int32_t round(float x) const {
+        const float value = any_ ? x * inverse_ : 0.0f;
+        return static_cast<int32_t>((value + 0x1.8p23f) - 0x1.8p23f);
+    }
+
+    float scale;
+
+private:
+    float inverse_;
+    bool any_;
+};
+
+// Quantizes count <= Size numbers, returns the sum of a.
 template <int Size, class Correction>
 PELLUCID_INLINE int32_t quantize_group(const float* x, int64_t count, ActivationGroup<Size, Correction>& group) {
     float padded[Size];
@@ -37,18 +63,12 @@ PELLUCID_INLINE int32_t quantize_group(const float* x, int64_t count, Activation
         std::fill(std::copy_n(x, count, padded), padded + Size, 0.0f);
         x = padded;
     }
-    uint32_t largest = 0;  // as integers, absolute values are in the same order, and NaN is above all
-    for (int i = 0; i < Size; ++i) largest = std::max(largest, std::bit_cast<uint32_t>(x[i]) & 0x7fffffff);
-    const float bound = std::bit_cast<float>(largest);
-    const bool finite = largest < 0x7f800000;
-    const bool any = finite && bound >= 0x1p-100f;
-    const float inverse = any ? 127.0f / bound : 0.0f;
-    group.scale = any ? bound / 127.0f : finite ? 0.0f : std::bit_cast<float>(0x7fc00000);
+    const Scale scale(x, Size, 127.0f);
+    group.scale = scale.scale;
     int8_t rounded[Size];
     int32_t sum = 0;
     for (int i = 0; i < Size; ++i) {
-        const float value = any ? x[i] * inverse : 0.0f;
-        const auto whole = static_cast<int32_t>((value + 0x1.8p23f) - 0x1.8p23f);
+        const int32_t whole = scale.round(x[i]);
         rounded[i] = static_cast<int8_t>(whole);
         sum += whole;
     }

@@ -82,6 +82,13 @@ PELLUCID_INLINE F16Pair load_pairs(const bf16* p) {
 }
 PELLUCID_INLINE void store(float* p, F16 x) { _mm512_storeu_ps(p, x.v); }
 PELLUCID_INLINE void store(float* p, F16 x, int count) { _mm512_mask_storeu_ps(p, first_lanes(count), x.v); }
+#if defined(__AVX512BF16__)
+// As to_bf16, but for subnormal numbers, which become 0: products take them for that.
+PELLUCID_INLINE void store(bf16* p, F16 x) {
+    const __m256bh rounded = _mm512_cvtneps_pbh(x.v);
+    std::memcpy(p, &rounded, sizeof rounded);
+}
+#endif
 
 PELLUCID_INLINE F16 operator+(F16 a, F16 b) { return {_mm512_add_ps(a.v, b.v)}; }
 PELLUCID_INLINE F16 operator-(F16 a, F16 b) { return {_mm512_sub_ps(a.v, b.v)}; }
