@@ -72,6 +72,16 @@ def test_activations() -> None:
     assert rounded[4, :64].isnan().all()
 
 
+def test_activations_in_two_digits() -> None:
+    x = random(3, 100)
+    x[1] *= 2.0**-120
+    x[2, 99] = torch.nan
+    rounded = round_activations(x, "int8", digits=2)
+    assert ((rounded[0] - x[0]).abs() <= x[0].abs().amax() / (127 * 128) * 0.5001).all()
+    assert (rounded[1] == 0).all()
+    assert rounded[2].isnan().all()
+
+
 @pytest.mark.parametrize("format", ["int8", "int4"])
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
 def test_weights_that_are_not_finite_are_refused(format: IntegerFormat, value: float) -> None:

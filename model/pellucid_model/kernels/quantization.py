@@ -4,7 +4,8 @@
     int4  a weight is code * scale + minimum, with both for each output and group of 32 inputs; code is 0 to 15
 
 Activations are quantized as they come, each row in groups of 64 (int8) or 32 (int4) inputs: whole numbers from -127 to
-127 times one scale for each group, its largest absolute value / 127.
+127 times one scale for each group, its largest absolute value / 127. In int8 with AMX they are whole numbers from -16256 to
+16256 times one scale for each row.
 
 Sixteen levels between a group's least and largest weight reproduce weights that were quantized to 4 bits before (GGUF's
 Q4_0 and Q4_1): where fewer levels fit the group better, they are taken.
@@ -23,6 +24,8 @@ IntegerFormat = Literal["int8", "int4"]
 
 GROUP: dict[IntegerFormat, int] = {"int8": 64, "int4": 32}
 """Inputs that share a scale of activations, and in int4 of weights."""
+TWO_DIGITS = 127 * 128
+"""The largest activation of int8 with AMX: 128 times a digit plus another one."""
 _LEVELS = range(15, 7, -1)
 _SMALLEST = 2.0**-100
 """Activations below it count as 0, so that 127 / x is finite."""
@@ -108,13 +111,17 @@ def round_weight(weight: Tensor, format: IntegerFormat) -> Tensor:
     return _dequantize(int4.codes, int4.scale, int4.minimum).flatten(1)[:, : weight.shape[1]]
 
 
-def round_activations(x: Tensor, format: IntegerFormat) -> Tensor:
-    """x [..., K] as the kernels see it. A row with a number that is not finite becomes NaN."""
-    group, inputs = GROUP[format], x.shape[-1]
+def round_activations(x: Tensor, format: IntegerFormat, *, digits: int = 1) -> Tensor:
+    """x [..., K] as the kernels see it. A row with a number that is not finite becomes NaN.
+
+    digits  2: in int8 with AMX
+    """
+    inputs = x.shape[-1]
+    group, most = (GROUP[format], 127) if digits == 1 else (inputs, TWO_DIGITS)
     grouped = F.pad(x, (0, -inputs % group)).unflatten(-1, (-1, group))
     largest = grouped.abs().amax(dim=-1, keepdim=True)
     known = largest.isfinite() & (largest >= _SMALLEST)
-    codes = (grouped * (127 / largest)).round().where(known, 0)
-    scale = (largest / 127).where(largest.isfinite(), torch.nan).where(known | ~largest.isfinite(), 0)
+    codes = (grouped * (most / largest)).round().where(known, 0)
+    scale = (largest / most).where(largest.isfinite(), torch.nan).where(known | ~largest.isfinite(), 0)
     rounded: Tensor = (codes * scale).flatten(-2)[..., :inputs]
     return rounded

@@ -66,10 +66,10 @@ PELLUCID_INLINE void add_integer_tiles() {
 PELLUCID_INLINE void before_tiles() { asm volatile("" ::: "memory"); }
 
 // Which side of a product is read again soon, and so is kept in the nearest cache.
-enum class Keeps { kLeft, kRight, kBoth };
+enum class Keeps { kLeft, kRight };
 
 // sums [16 * Lefts, 16 * Rights] of bfloat16 products, in tiles 0 to 3.
-template <int Lefts, int Rights, Keeps Kept = Keeps::kBoth>
+template <int Lefts, int Rights, Keeps Kept>
 class TileSums {
     static_assert(Lefts * Rights <= 4 && Lefts <= 2);
 
@@ -84,7 +84,7 @@ public:
     // left(i), right(j): where the first row of a tile lies; from there to the next one are so many bytes.
     template <class Left, class Right>
     PELLUCID_INLINE void add(const Left& left, int64_t left_step, const Right& right, int64_t right_step) const {
-        constexpr bool kLeftPasses = Kept == Keeps::kRight, kRightPasses = Kept == Keeps::kLeft;
+        constexpr bool kLeftPasses = Kept == Keeps::kRight, kRightPasses = !kLeftPasses;
         load_tile<4, kLeftPasses>(left(0), left_step);
         load_tile<6, kRightPasses>(right(0), right_step);
         add_bfloat16_tiles<0, 4, 6>();

@@ -13,8 +13,17 @@
 namespace pellucid {
 namespace {
 
-constexpr int kTokenRows = 96;     // (token, query head) pairs that share one reading of a key block, about
+constexpr int kTokenRows = 96;      // (token, query head) pairs that share one reading of a key block, about
+constexpr int kTiledTokenRows = 192;  // where tiles multiply them
 constexpr int kUnitsPerThread = 4;  // at least, where there is that much work; so that threads end together
+
+bool by_tiles([[maybe_unused]] const Arguments& a) {
+#if defined(PELLUCID_AMX)
+    return a.cache_format == kBfloat16Cache && TiledCache::fits(a);
+#else
+    return false;
+#endif
+}
 
 // Key blocks of all rows that a range touches; widened row by row.
 void widen(Range& blocks, const Range& positions) {
@@ -31,7 +40,8 @@ struct Plan {
     bool whole = true;   // every tile has all rows of its sequence
 
     void make(const Arguments& a) {
-        const int64_t most = std::max<int64_t>(1, kTokenRows / (a.query_heads / a.kv_heads));
+        const int64_t rows = by_tiles(a) ? kTiledTokenRows : kTokenRows;
+        const int64_t most = std::max<int64_t>(1, rows / (a.query_heads / a.kv_heads));
         int64_t keys = 0;
         tiles.clear();
         blocks = 0;
@@ -238,7 +248,7 @@ extern "C" int32_t pellucid_paged_attention(const pellucid::Arguments* arguments
     switch (arguments->cache_format) {
         case kBfloat16Cache:
 #if defined(PELLUCID_AMX)
-            if (TiledCache::fits(*arguments)) return paged_attention<TiledCache>(*arguments);
+            if (by_tiles(*arguments)) return paged_attention<TiledCache>(*arguments);
 #endif
             return paged_attention<Bfloat16Format>(*arguments);
         case kInt8Cache: return paged_attention<Int8Cache>(*arguments);

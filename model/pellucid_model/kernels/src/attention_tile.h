@@ -39,13 +39,15 @@ struct TokenTile {
     }
 };
 
-// What a piece gives the rows of a tile: [rows, stride], [rows], [rows]. sum 0: the row sees nothing of it. Scores are in
+// What a piece gives some rows of a tile: [rows, stride], [rows], [rows]. sum 0: the row sees nothing of it. Scores are in
 // units of ln 2, so that exponentials are powers of two.
 struct Partial {
     float *values, *largest, *sum;
 
     Partial(float* memory, int64_t rows, int64_t stride)
         : values(memory), largest(memory + rows * stride), sum(largest + rows) {}
+    Partial(float* values, float* largest, float* sum) : values(values), largest(largest), sum(sum) {}
+    Partial from(int64_t row, int64_t stride) const { return {values + row * stride, largest + row, sum + row}; }
     static int64_t size(int64_t rows, int64_t stride) { return divide_up(rows * (stride + 2), 16) * 16; }
 };
 
@@ -68,8 +70,10 @@ public:
     void run(const Arguments& arguments, std::atomic<int32_t>& status, const TokenTile& tile, const Heads& heads,
              const KeyBlock& next, const Write& write) {
         start(arguments, status, tile, heads);
-        const Partial partial(memory_.data(), rows_, stride_);
-        for_each_piece(0, tile.pieces(), next, write, [&](int32_t) { return partial; }, [&] { merge(partial); });
+        const Partial partial(memory_.data(), std::min<int64_t>(rows_, Scores<Format>::kRows), stride_);
+        const auto place = [&](int32_t, int64_t) { return partial; };
+        const auto done = [&](int64_t row, int64_t count) { merge(partial, row, count); };
+        for_each_piece(0, tile.pieces(), next, write, place, done);
         write_result();
     }
 
@@ -78,10 +82,10 @@ public:
     void run_part(const Arguments& arguments, std::atomic<int32_t>& status, const TokenTile& tile, int64_t kv_head,
                   const KeyBlock& next, const Write& write, int32_t begin, int32_t end, float* memory) {
         start(arguments, status, tile, {kv_head, 1});
-        const auto place = [&](int32_t piece) {
-            return Partial(memory + piece * Partial::size(rows_, stride_), rows_, stride_);
+        const auto place = [&](int32_t piece, int64_t row) {
+            return Partial(memory + piece * Partial::size(rows_, stride_), rows_, stride_).from(row, stride_);
         };
-        for_each_piece(begin, end, next, write, place, [] {});
+        for_each_piece(begin, end, next, write, place, [](int64_t, int64_t) {});
     }
 
     // Merges what run_part has made of all pieces, and writes the rows of `out`.
@@ -89,7 +93,7 @@ public:
                 float* memory) {
         start(arguments, status, tile, {kv_head, 1});
         for (int32_t piece = 0; piece < tile.pieces(); ++piece)
-            merge(Partial(memory + piece * Partial::size(rows_, stride_), rows_, stride_));
+            merge(Partial(memory + piece * Partial::size(rows_, stride_), rows_, stride_), 0, rows_);
         write_result();
     }
 
@@ -107,7 +111,7 @@ private:
         rotated_.resize(a_->head_dim);
         ranges_.resize(rows_);
         local_.resize(rows_);
-        memory_.resize(Partial::size(rows_, stride_));
+        memory_.resize(Partial::size(std::min<int64_t>(rows_, Scores<Format>::kRows), stride_));
         total_.assign(rows_ * stride_, 0.0f);
         largest_.assign(rows_, -INFINITY);
         sum_.assign(rows_, 0.0f);
@@ -127,8 +131,8 @@ private:
             const bool to_sinks = tile_.to_sinks(piece);
             if (piece == begin || to_sinks != tile_.to_sinks(piece - 1)) look_at(to_sinks);
             const KeyBlock following = piece + 1 < end ? tile_.block(*a_, heads_.first, piece + 1) : next;
-            attend_block(tile_.start(piece), to_sinks, following, place(piece));
-            done();
+            const auto place_of_rows = [&](int64_t row) { return place(piece, row); };
+            attend_block(tile_.start(piece), to_sinks, following, place_of_rows, done);
         }
     }
 
@@ -163,42 +167,48 @@ private:
         }
     }
 
-    void attend_block(int32_t start, bool to_sinks, const KeyBlock& next, const Partial& partial) {
-        Range seen{kBlock, 0};  // by any row, within this block
-        for (int64_t r = 0; r < rows_; ++r) {
-            local_[r] = ranges_[r].clip(start, start + kBlock).from(start);
-            if (local_[r].empty()) continue;
-            seen = {std::min(seen.begin, local_[r].begin), std::max(seen.end, local_[r].end)};
+    // All rows' partials of a block, some rows after the others. place(row): where those from `row` on go; done(row, count):
+    // they are there.
+    template <class Place, class Done>
+    void attend_block(int32_t start, bool to_sinks, const KeyBlock& next, const Place& place, const Done& done) {
+        for (int64_t r = 0; r < rows_; ++r) local_[r] = ranges_[r].clip(start, start + kBlock).from(start);
+        const Range seen = SeenKeys(local_.data(), rows_).any;
+        const bool found = !seen.empty() && block_.find(start, seen, local_, next);
+        if (!seen.empty() && !found) *status_ = kBadBlock;
+        const EvenParts parts(rows_, Scores<Format>::kRows);
+        for (int64_t part = 0; part < parts.count; ++part) {
+            const int64_t begin = parts.begin(part), count = parts.size(part);
+            const Partial partial = place(begin);
+            const Range any = SeenKeys(&local_[begin], count).any;
+            if (found && !any.empty()) {
+                attend_rows(begin, count, any, start, to_sinks, partial);
+                done(begin, count);
+            } else {
+                std::fill_n(partial.sum, count, 0.0f);
+                std::fill_n(partial.largest, count, -INFINITY);
+            }
         }
-        std::fill_n(partial.sum, rows_, 0.0f);
-        std::fill_n(partial.largest, rows_, -INFINITY);
-        if (seen.empty()) return;
-        if (!block_.find(start, seen, local_, next)) {
-            *status_ = kBadBlock;
-            return;
-        }
-        const int first = seen.begin / kGranule, last = (seen.end + kGranule - 1) / kGranule;
+        if (found && rows_ <= Scores<Format>::kFetchingRows) block_.skip(seen);
+    }
+
+    // Rows [begin, begin + count), which see something of keys `any`.
+    void attend_rows(int64_t begin, int64_t count, Range any, int32_t start, bool to_sinks, const Partial& partial) {
+        const int first = any.begin / kGranule, last = (any.end + kGranule - 1) / kGranule;
         auto granules = block_.of_head(0, heads_.count, first, last);
         const auto take_head_of = [&](int64_t row) {
             if (heads_.count > 1) granules = block_.of_head(row / group_, heads_.count, first, last);
         };
-        const EvenParts parts(rows_, Scores<Format>::kRows);
-        for (int64_t part = 0; part < parts.count; ++part) {
-            const int64_t begin = parts.begin(part), end = begin + parts.size(part);
-            // Several heads are one part.
-            const int64_t count = heads_.count > 1 ? group_ : end - begin;
-            for (int64_t row = begin; row < end; row += count) {
-                take_head_of(row);
-                scores_.run(row, count, granules, first, last, &score_[(row - begin) * kBlock]);
-            }
-            softmax(begin, end, seen, start, to_sinks, partial);
-            for (int64_t row = begin; row < end; row += count) {
-                take_head_of(row);
-                values_.run(*a_, granules, &score_[(row - begin) * kBlock], &local_[row], count,
-                            partial.values + row * stride_);
-            }
+        const int64_t end = begin + count, step = heads_.count > 1 ? group_ : count;  // several heads are one part
+        for (int64_t row = begin; row < end; row += step) {
+            take_head_of(row);
+            scores_.run(row, step, granules, first, last, &score_[(row - begin) * kBlock]);
         }
-        if (rows_ <= Scores<Format>::kFetchingRows) block_.skip(seen);
+        softmax(begin, end, any, start, to_sinks, partial);
+        for (int64_t row = begin; row < end; row += step) {
+            take_head_of(row);
+            values_.run(*a_, granules, &score_[(row - begin) * kBlock], &local_[row], step,
+                        partial.values + (row - begin) * stride_);
+        }
     }
 
     // What a head adds for 16 keys that stand `distance`, distance - 1, … behind the query; the table's last column
@@ -227,11 +237,18 @@ private:
         return a_->scale > 0 && !(a_->softcap > 0) && !a_->alibi_slopes && !a_->distance_bias;
     }
 
-    // Finds the largest of a row's scores; what is more than a factor of them is done, and what the row does not see hidden.
-    PELLUCID_INLINE float largest_score(int64_t r, bool plain, float* scores, int32_t start, bool to_sinks) const {
+    // The largest of a row's scores, one for every lane; what is more than a factor of them is done, and what the row does not
+    // see hidden.
+    PELLUCID_INLINE F16 largest_scores(int64_t r, bool plain, float* scores, int32_t start, bool to_sinks) const {
         const Range seen = local_[r];
         const F16 unseen = broadcast(-INFINITY);
         F16 largest = unseen;
+        if (seen.empty()) return unseen;
+        if (plain && seen.size() == kBlock) {
+#pragma GCC unroll 8
+            for (int at = 0; at < kBlock; at += 16) largest = max(largest, load(scores + at));
+            return largest;
+        }
         for (int at = seen.begin / 16 * 16; at < seen.end; at += 16) {
             F16 s = load(scores + at);
             const bool whole = seen.begin <= at && at + 16 <= seen.end;
@@ -244,7 +261,7 @@ private:
             if (!plain || !whole) store(scores + at, s);
             largest = max(largest, s);
         }
-        return horizontal_max(largest);
+        return largest;
     }
 
     // Turns the scores of rows [begin, end) into exponentials relative to each row's largest, for all keys that are multiplied
@@ -255,64 +272,83 @@ private:
         using Weights = Exponentials<Format>;
         const bool plain = is_plain();
         const float scale = plain ? a_->scale * kLog2E : 1.0f;
+        alignas(64) float lanes[16 * 16] = {};  // what sixteen rows are reduced from
         float largest[Scores<Format>::kRows];
-        float* scores = score_;
-        for (int64_t r = begin; r < end; ++r, scores += kBlock) {
-            if (!local_[r].empty()) largest[r - begin] = largest_score(r, plain, scores, start, to_sinks);
-            fetch_some();
-        }
+        for_each_sixteen(begin, end, [&](int64_t r, int64_t count) {
+            for (int64_t i = 0; i < count; ++i) {
+                store(lanes + 16 * i, largest_scores(r + i, plain, score_ + (r + i - begin) * kBlock, start, to_sinks));
+                fetch_some();
+            }
+            horizontal_maxima(lanes, count, largest + (r - begin));
+        });
         constexpr int32_t kKeys = Weights::kKeys;
         any = {any.begin / kKeys * kKeys, (any.end + kKeys - 1) / kKeys * kKeys};
-        scores = score_;
-        for (int64_t r = begin; r < end; ++r, scores += kBlock) {
-            const auto clear = [=](int at, int end) {
-                for (; at < end; at += 16) Weights::put(scores, at, broadcast(0.0f));
-            };
-            const Range seen = local_[r];
-            if (seen.empty()) {
-                clear(any.begin, any.end);
-                continue;
+        for_each_sixteen(begin, end, [&](int64_t r, int64_t count) {
+            for (int64_t i = 0; i < count; ++i) {
+                const float bound = largest[r + i - begin];
+                partial.largest[r + i - begin] = bound * scale;
+                store(lanes + 16 * i, exponentials(local_[r + i], any, bound, scale, score_ + (r + i - begin) * kBlock));
             }
-            const float bound = largest[r - begin];
-            partial.largest[r] = bound * scale;
-            // Finite, so that keys that a bias of -infinity hides weigh nothing, where it hides all of them too.
-            const F16 reference = broadcast(std::max(bound, std::numeric_limits<float>::lowest()));
-            F16 sum = broadcast(0.0f);
-            for (int at = seen.begin / 16 * 16; at < seen.end; at += 16) {
-                const F16 e = Weights::of(load(scores + at), reference, broadcast(scale));
-                Weights::put(scores, at, e);
-                sum = sum + e;
-            }
-            partial.sum[r] = horizontal_sum(sum);
-            clear(any.begin, seen.begin / 16 * 16);
-            clear((seen.end + 15) / 16 * 16, any.end);
-        }
+            horizontal_sums(lanes, count, partial.sum + (r - begin));
+        });
     }
 
-    void merge(const Partial& partial) {
-        weigh(partial);
-        for (int64_t r = 0; r < rows_; ++r) {
-            if (partial.sum[r] == 0.0f) continue;
+    // Of a row: in the place of its scores, and their sum, in parts.
+    static PELLUCID_INLINE F16 exponentials(Range seen, Range any, float largest, float scale, float* scores) {
+        using Weights = Exponentials<Format>;
+        // Finite, so that keys that a bias of -infinity hides weigh nothing, where it hides all of them too.
+        const F16 reference = broadcast(std::max(largest, std::numeric_limits<float>::lowest())), unit = broadcast(scale);
+        F16 sum = broadcast(0.0f);
+        const auto add = [&](int at) {
+            const F16 e = Weights::of(load(scores + at), reference, unit);
+            Weights::put(scores, at, e);
+            sum = sum + e;
+        };
+        if (seen.size() == kBlock) {
+#pragma GCC unroll 8
+            for (int at = 0; at < kBlock; at += 16) add(at);
+            return sum;
+        }
+        if (seen.empty()) seen = {any.end, any.end};
+        const int begin = seen.begin / 16 * 16, end = (seen.end + 15) / 16 * 16;
+        for (int at = any.begin; at < begin; at += 16) Weights::put(scores, at, broadcast(0.0f));
+        for (int at = begin; at < end; at += 16) add(at);
+        for (int at = end; at < any.end; at += 16) Weights::put(scores, at, broadcast(0.0f));
+        return sum;
+    }
+
+    // body(row, count) for rows [begin, end), sixteen at a time.
+    template <class Body>
+    static PELLUCID_INLINE void for_each_sixteen(int64_t begin, int64_t end, const Body& body) {
+        for (int64_t r = begin; r < end; r += 16) body(r, std::min<int64_t>(16, end - r));
+    }
+
+    // The partials of rows [begin, begin + count).
+    void merge(const Partial& partial, int64_t begin, int64_t count) {
+        weigh(partial, begin, count);
+        for (int64_t i = 0; i < count; ++i) {
+            if (partial.sum[i] == 0.0f) continue;
             fetch_some();
+            const int64_t r = begin + i;
             const F16 before = broadcast(before_[r]), added = broadcast(added_[r]);
-            const float* values = partial.values + r * stride_;
+            const float* values = partial.values + i * stride_;
             float* total = &total_[r * stride_];
-            sum_[r] = sum_[r] * before_[r] + partial.sum[r] * added_[r];
+            sum_[r] = sum_[r] * before_[r] + partial.sum[i] * added_[r];
             for (int64_t d = 0; d < stride_; d += 16)
                 store(total + d, load(total + d) * before + load(values + d) * added);
         }
     }
 
     // The factors that bring each row's total and partial to the larger of their largest scores.
-    void weigh(const Partial& partial) {
-        for (int64_t r = 0; r < rows_; r += 16) {
-            const int count = static_cast<int>(std::min<int64_t>(16, rows_ - r));
-            const F16 before = load(&largest_[r], count), added = load(partial.largest + r, count);
+    void weigh(const Partial& partial, int64_t begin, int64_t rows) {
+        for_each_sixteen(begin, begin + rows, [&](int64_t r, int64_t some) {
+            const int count = static_cast<int>(some);
+            const F16 before = load(&largest_[r], count), added = load(partial.largest + (r - begin), count);
             const F16 largest = max(added, before);
             store(&before_[r], exp2(before - largest), count);
             store(&added_[r], exp2(added - largest), count);
             store(&largest_[r], largest, count);
-        }
+        });
     }
 
     void write_result() {
@@ -323,10 +359,11 @@ private:
             bf16* const rounded = reinterpret_cast<bf16*>(a_->out) + row * a_->rounded_stride + head * a_->head_dim;
             for (int64_t d = 0; d < a_->head_dim; d += 16) {
                 const F16 value = load(&total_[r * stride_ + d]) / broadcast(sum_[r]);
+                const int count = static_cast<int>(std::min<int64_t>(16, a_->head_dim - d));
                 if (a_->rounded_stride > 0)
-                    store_rounded(rounded + d, value);
+                    store_rounded(rounded + d, value, count);
                 else
-                    store(out + d, value, static_cast<int>(std::min<int64_t>(16, a_->head_dim - d)));
+                    store(out + d, value, count);
             }
         }
     }

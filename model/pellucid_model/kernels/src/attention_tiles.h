@@ -75,7 +75,7 @@ private:
     template <int Lefts, int Granules>
     __attribute__((noinline)) void score_granules(const bf16* q, const HeadGranules<bf16>& block, int first,
                                                   float* scores) const {
-        const TileSums<Lefts, Granules> sums;
+        const TileSums<Lefts, Granules, Keeps::kLeft> sums;
         for (int64_t d = 0; d < width_; d += TiledCache::kDimensions) {
             if constexpr (Lefts == 1)  // of few rows, which wait for memory
                 for (int j = 0; j < Granules; ++j)
@@ -182,7 +182,7 @@ private:
 
     template <int Lefts, int Rights>
     __attribute__((noinline)) void add_values(int64_t row, int64_t d, float* out, int64_t out_step) const {
-        const TileSums<Lefts, Rights> sums;
+        const TileSums<Lefts, Rights, Keeps::kLeft> sums;
         const Range tiles = used_tiles();
         for (int t = tiles.begin; t < tiles.end; ++t) {
             if constexpr (Lefts == 1)

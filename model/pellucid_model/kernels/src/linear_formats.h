@@ -56,10 +56,11 @@ struct Ahead {
     static int64_t step_of(int shift) { return int64_t{64} << std::min(shift, 16); }
 };
 
-// 16 numbers of a row that layers take as it is; see rounded_stride.
-PELLUCID_INLINE void store_rounded([[maybe_unused]] bf16* to, [[maybe_unused]] F16 x) {
+// Of a row that layers take as it is; see rounded_stride.
+template <class Count>
+PELLUCID_INLINE void store_rounded([[maybe_unused]] bf16* to, [[maybe_unused]] F16 x, [[maybe_unused]] Count count) {
 #if defined(__AVX512BF16__)
-    store(to, x);
+    store(to, x, count);
 #else
     __builtin_unreachable();
 #endif

@@ -88,6 +88,9 @@ PELLUCID_INLINE void store(bf16* p, F16 x) {
     const __m256bh rounded = _mm512_cvtneps_pbh(x.v);
     std::memcpy(p, &rounded, sizeof rounded);
 }
+PELLUCID_INLINE void store(bf16* p, F16 x, int count) {
+    _mm256_mask_storeu_epi16(p, first_lanes(count), reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x.v)));
+}
 #endif
 
 PELLUCID_INLINE F16 operator+(F16 a, F16 b) { return {_mm512_add_ps(a.v, b.v)}; }
@@ -336,6 +339,47 @@ PELLUCID_INLINE float horizontal_max(F16 x) {
 }
 #endif
 
+// The same of `count` <= 16 vectors at once: out[i] of rows[i]. One after the other they would wait for every step of theirs.
+#if defined(__AVX512F__)
+template <class Combine>
+PELLUCID_INLINE F16 reduce_rows(const float* rows, const Combine& combine) {
+    __m512 x[16];
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; ++i) x[i] = _mm512_loadu_ps(rows + 16 * i);
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; ++i)
+        x[i] = combine(_mm512_shuffle_f32x4(x[i], x[i + 8], 0x44), _mm512_shuffle_f32x4(x[i], x[i + 8], 0xee));
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i)
+        x[i] = combine(_mm512_shuffle_f32x4(x[i], x[i + 4], 0x88), _mm512_shuffle_f32x4(x[i], x[i + 4], 0xdd));
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; ++i) {
+        const __m512d a = _mm512_castps_pd(x[i]), b = _mm512_castps_pd(x[i + 2]);
+        x[i] = combine(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
+    }
+    const __m512 mixed = combine(_mm512_shuffle_ps(x[0], x[1], 0x88), _mm512_shuffle_ps(x[0], x[1], 0xdd));
+    const __m512i places = _mm512_setr_epi32(0, 2, 1, 3, 8, 10, 9, 11, 4, 6, 5, 7, 12, 14, 13, 15);
+    return {_mm512_permutexvar_ps(places, mixed)};
+}
+constexpr int64_t kFewRows = 4;  // take less time one by one
+#endif
+
+PELLUCID_INLINE void horizontal_sums(const float* rows, int64_t count, float* out) {
+#if defined(__AVX512F__)
+    if (count > kFewRows)
+        return store(out, reduce_rows(rows, [](__m512 a, __m512 b) { return a + b; }), static_cast<int>(count));
+#endif
+    for (int64_t i = 0; i < count; ++i) out[i] = horizontal_sum(load(rows + 16 * i));
+}
+PELLUCID_INLINE void horizontal_maxima(const float* rows, int64_t count, float* out) {
+#if defined(__AVX512F__)
+    if (count > kFewRows)
+        return store(out, reduce_rows(rows, [](__m512 a, __m512 b) { return _mm512_max_ps(a, b); }), static_cast<int>(count));
+#endif
+    for (int64_t i = 0; i < count; ++i) out[i] = horizontal_max(load(rows + 16 * i));
+}
+
+
 PELLUCID_INLINE F16 round_to_integer(F16 x) {  // |x| < 2^22
 #if defined(__AVX512F__)
     return {_mm512_roundscale_ps(x.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
@@ -407,7 +451,10 @@ struct Whole {};
 PELLUCID_INLINE F16 keep_first(F16 x, Whole) { return x; }
 template <class T>
 PELLUCID_INLINE F16 load(const T* p, Whole) { return load(p); }
-PELLUCID_INLINE void store(float* p, F16 x, Whole) { store(p, x); }
+template <class T>
+PELLUCID_INLINE void store(T* p, F16 x, Whole) {
+    store(p, x);
+}
 
 }  // namespace
 }  // namespace pellucid
