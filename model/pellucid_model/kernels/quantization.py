@@ -121,7 +121,7 @@ def round_activations(x: Tensor, format: IntegerFormat, *, digits: int = 1) -> T
     grouped = F.pad(x, (0, -inputs % group)).unflatten(-1, (-1, group))
     largest = grouped.abs().amax(dim=-1, keepdim=True)
     known = largest.isfinite() & (largest >= _SMALLEST)
-    codes = (grouped * (most / largest)).round().where(known, 0)
+    codes = (grouped * (torch.full_like(largest, most) / largest)).round().where(known, 0)
     scale = (largest / most).where(largest.isfinite(), torch.nan).where(known | ~largest.isfinite(), 0)
     rounded: Tensor = (codes * scale).flatten(-2)[..., :inputs]
     return rounded
