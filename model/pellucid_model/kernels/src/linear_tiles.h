@@ -21,6 +21,12 @@ constexpr int64_t kFewInt4Rows = 12;
 
 constexpr int64_t kPanelStep = 2 * kTileBytes;  // from one row of a panel's tiles to the next
 
+// Tiles two panels wide are of few rows, which wait for memory: what lies so far ahead is fetched while they multiply.
+constexpr int64_t kFarAhead = 4 << 10;
+PELLUCID_INLINE void fetch_far_ahead(const std::byte* panel, int64_t bytes) {
+    for (int64_t i = 0; i < bytes; i += 64) prefetch_to_l2(panel + kFarAhead + i);
+}
+
 // Several times as fast: weights are read twice only where that is hidden behind many rows.
 struct InTiles {
     static constexpr int kStep = kTileSide, kWideStep = kTileSide;
@@ -65,6 +71,10 @@ private:
         for (int64_t pack = 0; pack < whole; pack += kTileSide) {
             const int64_t at = pack * kPanelStep;
             ahead.fetch<Vectors>(at, kTileSide * kPanelStep);
+            if constexpr (Vectors > 2) {
+                fetch_far_ahead(panel + at, kTileSide * kPanelStep);
+                fetch_far_ahead(panel + apart + at, kTileSide * kPanelStep);
+            }
             add(pack, panel + at, apart);
         }
         if (whole < packs) {  // what lies behind a panel is another one
@@ -211,13 +221,14 @@ private:
 // numbers to the end. (In groups of 64 with scales of their own, as elsewhere, what is done between tiles takes twice as long
 // as they do.)
 //
-//   row: high digits [K], low digits [K], both padded with zeros to whole lines; then Factors
+//   row: two halves of as many lines of the cache. High digits [K], padded with zeros to whole lines, then Factors; low
+//        digits, padded too. So the digits of eight rows are the rows of a tile as well.
 struct TiledInt8Format : InTiles {
-    static constexpr int kRows = kTileSide, kWideRows = 0, kOnceRows = kTileSide;
+    static constexpr int kRows = kTileSide, kWideRows = kTileSide / 2, kWideStep = kWideRows, kOnceRows = kRows;
     static constexpr int kCachedShift = Int8Format::kCachedShift;
     static constexpr bool kTakesFloats = false;
 
-    struct alignas(kTileBytes) Left {  // a line of the cache
+    struct alignas(kTileBytes) Left {  // a line
         Activation values[kTileBytes];
     };
     struct Factors {
@@ -226,12 +237,13 @@ struct TiledInt8Format : InTiles {
     };
 
     static int64_t lines(int64_t inputs) { return divide_up(inputs, kTileBytes); }
-    static int64_t left_per_row(int64_t inputs) { return 2 * lines(inputs) + 1; }
+    static int64_t half_row(int64_t inputs) { return (lines(inputs) + 1) | 1; }  // odd, as for bfloat16
+    static int64_t left_per_row(int64_t inputs) { return 2 * half_row(inputs); }
     static int64_t panel_bytes(int64_t inputs) { return Int8Format::panel_bytes(inputs); }
 
     static void prepare(const float* x, int64_t inputs, Left* row) {
         const Scale scale(x, inputs, static_cast<float>(kLargest));
-        auto *high = row->values, *low = row[lines(inputs)].values;
+        auto *high = row->values, *low = row[half_row(inputs)].values;
         int32_t high_sum = 0, low_sum = 0;
         for (int64_t k = 0; k < inputs; ++k) {
             const int32_t whole = scale.round(x[k]), digit = (whole + kDigit / 2) >> 7;
@@ -243,53 +255,90 @@ struct TiledInt8Format : InTiles {
         const int64_t padding = lines(inputs) * kTileBytes - inputs;
         std::fill_n(high + inputs, padding, Activation{});
         std::fill_n(low + inputs, padding, Activation{});
-        *reinterpret_cast<Factors*>(row + 2 * lines(inputs)) = {scale.scale, -128 * high_sum, -128 * low_sum};
+        *reinterpret_cast<Factors*>(row + lines(inputs)) = {scale.scale, -128 * high_sum, -128 * low_sum};
     }
 
-    // out [count, 32], count <= 16
+    // out [count, 16 * Vectors], count <= Rows
     template <int Rows, int Vectors>
     static PELLUCID_INLINE void multiply_tiles(const Left* x, int64_t x_stride, int64_t count, const std::byte* panel,
-                                               int64_t, int64_t inputs, bool again, const Ahead& ahead, float* out) {
-        static_assert(Rows == kTileSide && Vectors == 2);
-        const int64_t count_of_lines = lines(inputs);
-        constexpr int64_t kLineBytes = kTileBytes * kPanel;  // of a panel
-        alignas(kTileBytes) int32_t sums[kTileSide * 2 * kPanel];  // [rows][2][32]
-        const auto multiply = [&]<bool Again>() {
-            clear_tile<0>(), clear_tile<1>(), clear_tile<2>(), clear_tile<3>();
-            for (int64_t line = 0; line < count_of_lines; ++line, panel += kLineBytes) {
-                ahead.fetch<Vectors>(line * kLineBytes, kLineBytes);
-                load_tile<6, !Again>(panel, kPanelStep);
-                load_tile<4, Again>(x + line, x_stride * sizeof(Left));
-                add_integer_tiles<0, 4, 6>();
-                load_tile<5, Again>(x + count_of_lines + line, x_stride * sizeof(Left));
-                add_integer_tiles<2, 5, 6>();
-                load_tile<7, !Again>(panel + kTileBytes, kPanelStep);
-                add_integer_tiles<1, 4, 7>();
-                add_integer_tiles<3, 5, 7>();
-            }
-        };
+                                               int64_t apart, int64_t inputs, bool again, const Ahead& ahead, float* out) {
+        static_assert(Rows * Vectors == 2 * kTileSide);
+        alignas(kTileBytes) int32_t sums[Rows * 2 * Vectors * 16];  // [rows][2][columns]
         before_tiles();
-        again ? multiply.template operator()<true>() : multiply.template operator()<false>();
-        constexpr int64_t kStep = 2 * kPanel * sizeof *sums;
-        store_tile<0>(sums, kStep), store_tile<1>(sums + 16, kStep);
-        store_tile<2>(sums + kPanel, kStep), store_tile<3>(sums + kPanel + 16, kStep);
-        const auto* scales = reinterpret_cast<const float*>(panel);
-        const F16 columns[2] = {load(scales), load(scales + 16)};
-        const Left* factors = x + 2 * count_of_lines;
-        for (int64_t r = 0; r < count; ++r, factors += x_stride, out += kPanel) {
+        if constexpr (Vectors == 4)
+            multiply_wide(x, panel, apart, inputs, sums);
+        else if (again)
+            multiply<Keeps::kRight>(x, panel, inputs, ahead, sums);
+        else
+            multiply<Keeps::kLeft>(x, panel, inputs, ahead, sums);
+        const auto* factors = x + lines(inputs);
+        for (int64_t r = 0; r < count; ++r, factors += x_stride) {
             const auto& row = *reinterpret_cast<const Factors*>(factors);
-            const int32_t* const high = sums + r * 2 * kPanel;
-#pragma GCC unroll 2
-            for (int v = 0; v < 2; ++v) {
-                const F16 a = to_float(load_integers(high + 16 * v) + broadcast_integer(row.high));
-                const F16 b = to_float(load_integers(high + kPanel + 16 * v) + broadcast_integer(row.low));
-                store(out + 16 * v, fma(a, broadcast(float{kDigit}), b) * (broadcast(row.scale) * columns[v]));
+#pragma GCC unroll 4
+            for (int v = 0; v < Vectors; ++v, out += 16) {
+                const int32_t* const high = sums + (r * 2 * Vectors + v) * 16;
+                const F16 a = to_float(load_integers(high) + broadcast_integer(row.high));
+                const F16 b = to_float(load_integers(high + Vectors * 16) + broadcast_integer(row.low));
+                const auto* scales = vector_of<float>(panel, apart, v, lines(inputs) * kLineBytes / 4 + v % 2 * 16);
+                store(out, fma(a, broadcast(float{kDigit}), b) * (broadcast(row.scale) * load(scales)));
             }
         }
     }
 
 private:
     static constexpr int32_t kDigit = 128, kLargest = 127 * kDigit;
+    static constexpr int64_t kLineBytes = kTileBytes * kPanel;  // of a panel, for a line of a row
+
+    // Sixteen rows and a panel. High digits are tile 4, low ones 5.
+    template <Keeps Kept>
+    static PELLUCID_INLINE void multiply(const Left* x, const std::byte* panel, int64_t inputs, const Ahead& ahead,
+                                         int32_t* sums) {
+        constexpr bool kLeftPasses = Kept == Keeps::kRight, kRightPasses = !kLeftPasses;
+        const int64_t half = half_row(inputs), step = 2 * half * sizeof(Left);
+        clear_tile<0>(), clear_tile<1>(), clear_tile<2>(), clear_tile<3>();
+        for (int64_t line = 0; line < lines(inputs); ++line, ++x) {
+            const std::byte* const right = panel + line * kLineBytes;
+            ahead.fetch<2>(line * kLineBytes, kLineBytes);
+            load_tile<6, kRightPasses>(right, kPanelStep);
+            load_tile<4, kLeftPasses>(x, step);
+            add_integer_tiles<0, 4, 6>();
+            load_tile<5, kLeftPasses>(x + half, step);
+            add_integer_tiles<2, 5, 6>();
+            load_tile<7, kRightPasses>(right + kTileBytes, kPanelStep);
+            add_integer_tiles<1, 4, 7>();
+            add_integer_tiles<3, 5, 7>();
+        }
+        store_sums(sums);
+    }
+
+    // Eight rows and two panels. The digits of a row are two rows of tile 4.
+    static PELLUCID_INLINE void multiply_wide(const Left* x, const std::byte* panel, int64_t apart, int64_t inputs,
+                                              int32_t* sums) {
+        const int64_t step = half_row(inputs) * sizeof(Left);
+        clear_tile<0>(), clear_tile<1>(), clear_tile<2>(), clear_tile<3>();
+        for (int64_t line = 0; line < lines(inputs); ++line, ++x) {
+            const std::byte *const right = panel + line * kLineBytes, *const other = right + apart;
+            fetch_far_ahead(right, kLineBytes);
+            fetch_far_ahead(other, kLineBytes);
+            load_tile<4>(x, step);
+            load_tile<5, true>(right, kPanelStep);
+            add_integer_tiles<0, 4, 5>();
+            load_tile<6, true>(right + kTileBytes, kPanelStep);
+            add_integer_tiles<1, 4, 6>();
+            load_tile<7, true>(other, kPanelStep);
+            add_integer_tiles<2, 4, 7>();
+            load_tile<5, true>(other + kTileBytes, kPanelStep);
+            add_integer_tiles<3, 4, 5>();
+        }
+        store_sums(sums);
+    }
+
+    // Tiles 0 to 3 side by side.
+    static PELLUCID_INLINE void store_sums(int32_t* sums) {
+        constexpr int64_t kStep = 4 * kTileBytes;
+        store_tile<0>(sums, kStep), store_tile<1>(sums + 16, kStep);
+        store_tile<2>(sums + 32, kStep), store_tile<3>(sums + 48, kStep);
+    }
 };
 
 // A left tile has the values of two groups. The right one of the first group has zeros below, that of the second above.
