@@ -22,7 +22,7 @@ constexpr int64_t kFewInt4Rows = 12;
 constexpr int64_t kPanelStep = 2 * kTileBytes;  // from one row of a panel's tiles to the next
 
 // Tiles two panels wide are of few rows, which wait for memory: what lies so far ahead is fetched while they multiply.
-constexpr int64_t kFarAhead = 4 << 10;
+constexpr int64_t kFarAhead = 2 << 10;
 PELLUCID_INLINE void fetch_far_ahead(const std::byte* panel, int64_t bytes) {
     for (int64_t i = 0; i < bytes; i += 64) prefetch_to_l2(panel + kFarAhead + i);
 }
