@@ -2,7 +2,7 @@
 //
 // Activations become whole numbers a, -127 to 127, with one scale for every group of a row. Products within a group
 // are summed exactly, so their order does not matter; groups are added up in float32 in ascending order. There is no
-// fused multiply-add in it, and so every CPU gives the same bits.
+// fused multiply-add in it, and so every CPU gives the same bits; but with AMX, int8 is another (quantized_tiles.h).
 //
 //   int8  w = s (q - 128), q from 1 to 255, s for each output; groups of 64
 //         panel: q [K / 4][32][4], then s float32 [32]
