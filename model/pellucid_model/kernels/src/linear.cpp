@@ -4,7 +4,8 @@
 //   left_per_row, prepare   what a row of x is turned into, once per call
 //   panel_bytes             how long a panel is
 //   multiply                the sums of Rows rows by Vectors * 16 columns, the same bits whatever Rows and Vectors are; or
-//   multiply_tiles          the same, where heights are multiples of kStep (of kWideStep, two panels wide)
+//   multiply_tiles          the same, where heights are multiples of kStep (of kWideStep, two panels wide); `again` says that
+//                           other rows read the panel next
 //   kRows, kWideRows        the most rows of a tile that is one panel wide, and of one that is two panels wide (0: none is)
 //   kOnceRows               the most rows that wait for memory
 //   kRowsApart              from so many rows a thread on, each takes rows of its own and reads all weights
@@ -130,15 +131,12 @@ private:
                 const Weights following = next.first < run.last ? read(next) : then;
                 Fetching fetching(following, a_.reading, Format::kCachedShift, products, panel_bytes_,
                                   reads_once() ? kReadAhead : 0);
-                const bool again = tiles.count > 1;
-                const int64_t step = run.layer->gate_weight ? kGatedTiles : 1;
-                for (int64_t tile = 0; tile < tiles.count; tile += step) {
-                    const int64_t end = std::min(tile + step, tiles.count);
-                    if (end - tile > 1)
-                        gated_tiles(visit, row, tiles, tile, end, fetching);
-                    else
-                        block(visit, row + tiles.begin(tile), tiles.size(tile), again, fetching);
-                }
+                int64_t tile = 0;
+                if constexpr (kGatedTiles > 1)
+                    for (; run.layer->gate_weight && tile + 1 < tiles.count; tile += kGatedTiles)
+                        gated_tiles(visit, row, tiles, tile, std::min(tile + kGatedTiles, tiles.count), fetching);
+                for (; tile < tiles.count; ++tile)
+                    block(visit, row + tiles.begin(tile), tiles.size(tile), tiles.count > 1, fetching);
             }
         });
     }
@@ -319,7 +317,7 @@ private:
     }
 
     static constexpr int64_t kGatedTiles = Format::kStep > 1 ? 128 / Format::kRows : 1;
-    static constexpr int64_t kPrepareWork = 12;         // of a number, which comes from another core maybe
+    static constexpr int64_t kPrepareWork = 12;          // of a number, which comes from another core maybe
     static constexpr int64_t kReadAhead = 6 << 10;       // bytes
     static constexpr int64_t kRunBytes = 512 << 10;      // of a run, about
     static constexpr int64_t kVisitBytes = 20 << 10;     // of panels in the nearest cache, at least one
