@@ -76,8 +76,9 @@ def test_threads_change_no_bit(native: NativeKernels, format: WeightFormat, monk
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_variants_give_the_same_bits(format: WeightFormat) -> None:
-    """But for the float formats of the portable variant, which has no fused multiply-add, and bfloat16 instructions; and for
-    int8 with AMX, where activations have two digits."""
+    """But for int8 with AMX, whose activations have two digits, and for float formats with instructions for bfloat16 or
+    without fused multiply-add (portable).
+    """
     unlike = {"int8": ("amx",), "int4": ()}.get(format, ("amx", "avx512-bf16", "portable"))
     names = [name for name in library.supported_variants() if name not in unlike]
     if len(names) < 2:

@@ -4,8 +4,8 @@
     int4  a weight is code * scale + minimum, with both for each output and group of 32 inputs; code is 0 to 15
 
 Activations are quantized as they come, each row in groups of 64 (int8) or 32 (int4) inputs: whole numbers from -127 to
-127 times one scale for each group, its largest absolute value / 127. In int8 with AMX they are whole numbers from -16256 to
-16256 times one scale for each row.
+127 times one scale for each group, its largest absolute value / 127. In int8 with AMX they are whole numbers from
+-16256 to 16256 times one scale for each row.
 
 Sixteen levels between a group's least and largest weight reproduce weights that were quantized to 4 bits before (GGUF's
 Q4_0 and Q4_1): where fewer levels fit the group better, they are taken.

@@ -17,7 +17,7 @@ from pellucid_model.kernels.fused import address
 from pellucid_model.kernels.huge_pages import untouched_zeros
 from pellucid_model.kernels.native import NativeKernels, attention_error
 from pellucid_model.kernels.plan.instructions import CompiledProgram
-from pellucid_model.kernels.plan.program import PHASES, Program
+from pellucid_model.kernels.plan.program import PHASES, Phase, Program
 
 _BEYOND_TABLE = -1
 _ROWS_BEHIND = 31
@@ -192,7 +192,7 @@ class Plan:
         )
         call = _Batch(
             rows=tuple(rows[phase] for phase in PHASES),
-            arena=tuple(self._held(p, (rows[p] + _ROWS_BEHIND) * self._compiled.arena_widths[p]).data_ptr() for p in PHASES),
+            arena=tuple(self._arena(phase, rows[phase]).data_ptr() for phase in PHASES),
             logits=logits.data_ptr(),
             tokens=address(batch.tokens),
             positions=address(batch.positions),
@@ -218,6 +218,9 @@ class Plan:
             raise IndexError("a token or a position is beyond the table that it is looked up in")
         if status:
             raise attention_error(status, (call.sequences, call.table_width), self._caches[0][0])
+
+    def _arena(self, phase: Phase, rows: int) -> Tensor:
+        return self._held(phase, (rows + _ROWS_BEHIND) * self._compiled.arena_widths[phase])
 
     def _logits(self, name: str, rows: int) -> Tensor:
         size = rows * self._compiled.vocab_size
