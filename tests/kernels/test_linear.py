@@ -114,6 +114,16 @@ def test_integers_come_close_to_the_weights(native: NativeKernels, format: Weigh
     assert error.norm() / exact.norm() < (0.015 if format == "int8" else 0.12)
 
 
+def test_int8_sums_of_very_many_inputs_do_not_overflow(native: NativeKernels) -> None:
+    for inputs in (2**17 - 64, 2**17, 2**17 + 64):
+        weight = torch.ones(3, inputs)
+        weight[1] = -1
+        packed = native.pack_linear(weight, None, "int8")
+        out = native.linear(torch.full((20, inputs), -0.5), packed)
+        expected = torch.tensor([-1.0, 1.0, -1.0]) * 0.5 * inputs
+        torch.testing.assert_close(out, expected.expand(20, 3), rtol=1e-5, atol=0.0)
+
+
 @pytest.mark.parametrize("format", FORMATS)
 def test_nan_stays_in_its_row(native: NativeKernels, format: WeightFormat) -> None:
     packed = native.pack_linear(random(40, 33), None, format)

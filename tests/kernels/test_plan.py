@@ -21,7 +21,7 @@ from pellucid_model.contract import Attend
 from pellucid_model.kernels import NativeKernels, accelerate, library
 from pellucid_model.kernels.interface import WeightFormat
 from pellucid_model.kernels.plan import Plan, PlanBatch, StepSampling, fuse, record
-from pellucid_model.kernels.plan.program import Attention, Combine, writes
+from pellucid_model.kernels.plan.program import Attention, Combine, Linear, writes
 from pellucid_server.engine.messages import Sampling
 from pellucid_server.engine.sampler import Sampler, SamplerRow, pack_rows
 from pellucid_testing.checkpoints import tiny_config, tiny_model
@@ -68,6 +68,23 @@ def test_decoders(changes: dict[str, Any], fused: bool) -> None:
 @pytest.mark.parametrize("fused", [False, True])
 def test_modules_of_ones_own(fused: bool) -> None:
     assert_same(Odd(), [(4, 8)], "float32", fused=fused)
+
+
+@needs_kernels
+def test_what_only_layers_read_is_rounded_where_it_is_made() -> None:
+    config = tiny_config(activation="swiglu", norm="rmsnorm")
+    kernels = NativeKernels(VARIANTS[0])
+    # Of every layer the attention and the gated product, but for the last attention: of its rows some are selected.
+    for format, count in (("bfloat16", 2 * config.layers - 1), ("float32", 0), ("int8", 0)):
+        model = tiny_model(config)
+        accelerate(model, kernels, format)
+        program = record(model, model)
+        fuse(program)
+        rounded = program.rounded()
+        made = [each for each in program.instructions if {operand.buffer for operand in writes(each)} & rounded]
+        assert len(made) == len(rounded) == count
+        for each in made:
+            assert isinstance(each, Attention) or (isinstance(each, Linear) and each.layers[0].gate is not None)
 
 
 class Shared(Odd):

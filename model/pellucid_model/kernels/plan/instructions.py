@@ -33,8 +33,6 @@ from pellucid_model.kernels.plan.program import (
     Reduce,
     Reduction,
     Select,
-    reads,
-    writes,
 )
 
 _KINDS = (Gather, Select, Copy, Rearrange, Combine, Reduce, Linear, Normalize, Activate, Attention)
@@ -76,7 +74,10 @@ class CompiledProgram:
         self._kernels = kernels
         self._caches = caches
         self._places, self.arena_widths = program.places()
-        self._rounded_strides = _rounded_strides(program, kernels)
+        stride = kernels.library.pellucid_rounded_stride
+        self._rounded_strides: dict[int, int] = {
+            buffer: stride(c_int64(program.widths[buffer])) for buffer in program.rounded()
+        }
         self._kept: list[object] = []
         self._logits_buffer = program.logits.buffer
         compiled = [self._compile(each) for each in program.instructions]
@@ -193,29 +194,6 @@ class CompiledProgram:
         """Address of a tensor that the instructions use as long as they live."""
         self._kept.append(tensor)
         return address(tensor)
-
-
-def _rounded_strides(program: Program, kernels: NativeKernels) -> dict[int, int]:
-    """Of buffers that nobody reads but layers that would round them to bfloat16: they are made as such rows."""
-    made: set[int] = set()
-    otherwise: set[int] = set()
-    rounded: set[int] = set()
-    for instruction in program.instructions:
-        own = {operand.buffer for operand in writes(instruction) if program.is_whole(operand)}
-        makes_rounded = isinstance(instruction, Linear | Attention)
-        (made if makes_rounded else otherwise).update(own)
-        otherwise.update(operand.buffer for operand in writes(instruction) if operand.buffer not in own)
-        inputs = reads(instruction)
-        if isinstance(instruction, Linear) and _rounds_input(instruction):
-            rounded.add(instruction.x.buffer)
-            inputs = inputs[1:]
-        otherwise.update(operand.buffer for operand in inputs)
-    stride = kernels.library.pellucid_rounded_stride
-    return {buffer: stride(c_int64(program.widths[buffer])) for buffer in (made & rounded) - otherwise}
-
-
-def _rounds_input(linear: Linear) -> bool:
-    return linear.norm is None and linear.layers[0].packed.format == "bfloat16"
 
 
 def _float32(table: Tensor | None) -> Tensor | None:

@@ -241,6 +241,22 @@ class Program:
         layers = (layer for each in self.instructions if isinstance(each, Linear) for layer in each.layers)
         return all(layer.packed.format == "float32" for layer in layers)
 
+    def rounded(self) -> set[int]:
+        """Buffers that layers or attention make whole, and that only layers read which round them to bfloat16."""
+        made: set[int] = set()
+        rounded: set[int] = set()
+        otherwise: set[int] = set()
+        for each in self.instructions:
+            makes_rounded = isinstance(each, Linear | Attention)
+            for out in writes(each):
+                (made if makes_rounded and self.is_whole(out) else otherwise).add(out.buffer)
+            inputs = reads(each)
+            if isinstance(each, Linear) and each.norm is None and each.layers[0].packed.format == "bfloat16":
+                rounded.add(each.x.buffer)
+                inputs = inputs[1:]
+            otherwise.update(operand.buffer for operand in inputs)
+        return (made & rounded) - otherwise
+
     def whole(self, buffer: int) -> Operand:
         """All of a buffer."""
         return Operand(buffer, 0, self.widths[buffer])
