@@ -75,7 +75,8 @@ def test_what_only_layers_read_is_rounded_where_it_is_made() -> None:
     config = tiny_config(activation="swiglu", norm="rmsnorm")
     kernels = NativeKernels(VARIANTS[0])
     # Of every layer the attention and the gated product, but for the last attention: of its rows some are selected.
-    for format, count in (("bfloat16", 2 * config.layers - 1), ("float32", 0), ("int8", 0)):
+    expected: dict[WeightFormat, int] = {"bfloat16": 2 * config.layers - 1, "float32": 0, "int8": 0}
+    for format, count in expected.items():
         model = tiny_model(config)
         accelerate(model, kernels, format)
         program = record(model, model)
