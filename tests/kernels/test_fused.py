@@ -62,6 +62,21 @@ def test_the_same_as_one_after_the_other(native: NativeKernels, format: WeightFo
             assert torch.equal(out, one_by_one(native, y, layer))
 
 
+@pytest.mark.parametrize("format", get_args(WeightFormat))
+def test_many_long_rows_are_as_each_alone(native: NativeKernels, format: WeightFormat, threads: int) -> None:
+    inputs = 1500  # a panel is longer than what stays in the nearest cache
+    packed, gate = (native.pack_linear(random(70, inputs + i)[:, i:], random(70), format) for i in (0, 1))
+    x, residual = random(140, inputs), random(140, 70)
+
+    def rows(begin: int, end: int) -> list[Tensor]:
+        layers = [FusedLayer(packed, gate, "silu", residual[begin:end]), FusedLayer(packed)]
+        return fused_linear(native, x[begin:end], layers)
+
+    alone = [torch.cat(each) for each in zip(*(rows(i, i + 1) for i in range(len(x))), strict=True)]
+    for count in (17, 65, 140):
+        assert all(torch.equal(a, b[:count]) for a, b in zip(rows(0, count), alone, strict=True))
+
+
 @pytest.mark.parametrize("kind", get_args(Activation))
 def test_every_activation(native: NativeKernels, kind: Activation) -> None:
     packed, gate = (native.pack_linear(random(outputs, INPUTS)[:40], None, "float32") for outputs in (40, 41))

@@ -71,6 +71,18 @@ def test_modules_of_ones_own(fused: bool) -> None:
 
 
 @needs_kernels
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_heads_of_no_whole_vector_on_every_variant(variant: str) -> None:
+    """Rows of attention are whole lines of the cache, and so may be written as bfloat16."""
+    config: DecoderConfig = tiny_config(
+        d_model=64, heads=8, head_dim=8, kv_heads=2, activation="swiglu", norm="rmsnorm"
+    )
+    assert (config.head_dim, config.heads * config.head_dim % 32) == (8, 0)
+    shapes = [(config.kv_heads, config.head_dim)] * config.layers
+    assert_same(tiny_model(config), shapes, "bfloat16", fused=True, variant=variant)
+
+
+@needs_kernels
 def test_what_only_layers_read_is_rounded_where_it_is_made() -> None:
     config = tiny_config(activation="swiglu", norm="rmsnorm")
     kernels = NativeKernels(VARIANTS[0])

@@ -108,9 +108,19 @@ STEPS = (((0, 0), (9, 3)), ((9, 3), (5, 1)), ((14, 4), (1, 1)), ((15, 5), (1, 30
 """(starts, counts): prefill, a chunk beside a decode, two decodes, a decode beside a prompt's rest."""
 
 
-def assert_same(module: nn.Module, shapes: Sequence[tuple[int, int]], format: WeightFormat, *, fused: bool) -> Program:
-    """Run the steps through the module and through its plan, each with a cache of its own; return the program."""
-    kernels = NativeKernels(VARIANTS[0])
+def assert_same(
+    module: nn.Module,
+    shapes: Sequence[tuple[int, int]],
+    format: WeightFormat,
+    *,
+    fused: bool,
+    variant: str | None = None,
+) -> Program:
+    """Run the steps through the module and through its plan, each with a cache of its own; return the program.
+
+    variant  of the kernels; the best one where there is none
+    """
+    kernels = NativeKernels(variant or VARIANTS[0])
     module = module.float().eval()
     accelerate(module, kernels, format)
     dtype = torch.float32 if format == "float32" else torch.bfloat16

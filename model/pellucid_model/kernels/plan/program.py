@@ -245,7 +245,7 @@ class Program:
         """Buffers that layers or attention make whole, and that only layers read which round them to bfloat16."""
         made: set[int] = set()
         rounded: set[int] = set()
-        otherwise: set[int] = set()
+        otherwise = set() if self.logits is None else {self.logits.buffer}
         for each in self.instructions:
             makes_rounded = isinstance(each, Linear | Attention)
             for out in writes(each):
