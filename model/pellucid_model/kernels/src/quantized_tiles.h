@@ -78,7 +78,7 @@ struct TiledInt8Format : InTiles {
                 const F16 a = to_float(load_integers(high) + broadcast_integer(row.high));
                 const F16 b = to_float(load_integers(high + Vectors * 16) + broadcast_integer(row.low));
                 const auto* scales = vector_of<float>(panel, apart, v, lines(inputs) * kLineBytes / 4 + v % 2 * 16);
-                store(out, fma(a, broadcast(float{kDigit}), b) * (broadcast(row.scale) * load(scales)));
+                store(out, fma(a, broadcast(float{kDigit}), b) * broadcast(row.scale) * load(scales));
             }
         }
     }
