@@ -18,6 +18,7 @@
 
 #include "attention_arguments.h"
 #include "linear_formats.h"
+#include "scale.h"
 
 namespace pellucid {
 namespace {
@@ -66,23 +67,12 @@ constexpr typename Format::Number zero() {
     return {};
 }
 
-// Bits of the largest absolute value. As integers absolute values are in the same order, and NaN is above all.
-inline uint32_t largest_bits(const float* x, int64_t count) {
-    uint32_t largest = 0;
-    for (int64_t i = 0; i < count; ++i) largest = std::max(largest, std::bit_cast<uint32_t>(x[i]) & 0x7fffffff);
-    return largest;
-}
-
-constexpr uint32_t kInfinityBits = 0x7f800000;
-
 inline bool is_finite(const float* x, int64_t count) { return largest_bits(x, count) < kInfinityBits; }
 inline bool is_finite(const bf16* x, int64_t count) {
     uint16_t largest = 0;
     for (int64_t i = 0; i < count; ++i) largest = std::max<uint16_t>(largest, x[i].bits & 0x7fff);
     return largest < kInfinityBits >> 16;
 }
-
-constexpr float kLeast = 0x1p-100f;  // what is smaller counts as 0, so that no factor overflows
 
 // Stores numbers as a format does, and gives what they are to be multiplied by: its scale, where it has one.
 inline float store_rounded(const float* x, int64_t count, float* to) {
@@ -94,15 +84,9 @@ inline float store_rounded(const float* x, int64_t count, bf16* to) {
     return 1.0f;
 }
 inline float store_rounded(const float* x, int64_t count, uint8_t* to) {
-    const uint32_t bits = largest_bits(x, count);
-    const float largest = std::bit_cast<float>(bits);
-    const bool usable = bits < kInfinityBits && largest >= kLeast;
-    const float inverse = usable ? 127.0f / largest : 0.0f;
-    for (int64_t i = 0; i < count; ++i) {
-        const float value = usable ? x[i] * inverse : 0.0f;
-        to[i] = static_cast<uint8_t>(Int8Cache::kZero + static_cast<int32_t>((value + 0x1.8p23f) - 0x1.8p23f));
-    }
-    return usable ? largest / 127.0f : bits < kInfinityBits ? 0.0f : NAN;
+    const Scale scale(x, count, 127.0f);
+    for (int64_t i = 0; i < count; ++i) to[i] = static_cast<uint8_t>(Int8Cache::kZero + scale.round(x[i]));
+    return scale.scale;
 }
 
 // Writes the keys and values of rows into the cache. Kept by a thread from call to call.

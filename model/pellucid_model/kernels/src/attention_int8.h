@@ -17,8 +17,6 @@
 namespace pellucid {
 namespace {
 
-constexpr float kMostWhole = 127 * 128;
-
 #if defined(__AVX512F__)
 constexpr int kParts = 2;  // rows of bytes that make a row of whole numbers: high, low
 #else
@@ -119,15 +117,12 @@ public:
     }
 
     void set_query(int64_t r, const float* query) {
-        const uint32_t bits = largest_bits(query, head_dim_);
-        const float largest = std::bit_cast<float>(bits);
-        const bool finite = bits < kInfinityBits, any = finite && largest >= kLeast;
-        const float inverse = any ? kMostWhole / largest : 0.0f;
-        scales_[r] = any ? largest / kMostWhole : finite ? 0.0f : NAN;
+        const Scale scale(query, head_dim_, kMostWhole);
+        scales_[r] = scale.scale;
         WholeRow row(parts_.data(), r, row_width_);
         for (int64_t d = 0; d < head_dim_; d += 16) {
             const F16 x = load(query + d, static_cast<int>(std::min<int64_t>(16, head_dim_ - d)));
-            row.put(d, any ? x * broadcast(inverse) : broadcast(0.0f));
+            row.put(d, scale.any ? x * broadcast(scale.inverse) : broadcast(0.0f));
         }
         corrections_[r] = row.correction();
     }

@@ -361,7 +361,7 @@ private:
                 const F16 value = load(&total_[r * stride_ + d]) / broadcast(sum_[r]);
                 const int count = static_cast<int>(std::min<int64_t>(16, a_->head_dim - d));
                 if (a_->rounded_stride > 0)
-                    store_rounded(rounded + d, value, count);
+                    store_for_layers(rounded + d, value, count);
                 else
                     store(out + d, value, count);
             }

@@ -35,7 +35,7 @@ void finish(const LinearLayer& layer, const TilePlace& tile, const float* sums, 
             }
             if (layer.residual) value = load(layer.residual + at + i, count) + value;
             if (layer.rounded_stride > 0)
-                store_rounded(rounded + r * layer.rounded_stride + i, value, count);
+                store_for_layers(rounded + r * layer.rounded_stride + i, value, count);
             else
                 store(layer.out + at + i, value, count);
         });

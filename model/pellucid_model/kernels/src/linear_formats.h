@@ -58,7 +58,7 @@ struct Ahead {
 
 // Of a row that layers take as it is; see rounded_stride.
 template <class Count>
-PELLUCID_INLINE void store_rounded([[maybe_unused]] bf16* to, [[maybe_unused]] F16 x, [[maybe_unused]] Count count) {
+PELLUCID_INLINE void store_for_layers([[maybe_unused]] bf16* to, [[maybe_unused]] F16 x, [[maybe_unused]] Count count) {
 #if defined(__AVX512BF16__)
     store(to, x, count);
 #else

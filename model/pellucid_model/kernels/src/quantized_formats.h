@@ -16,6 +16,7 @@
 
 #include "integers.h"
 #include "linear_formats.h"
+#include "scale.h"
 
 namespace pellucid {
 namespace {
@@ -26,33 +27,6 @@ struct ActivationGroup {
     Activation values[Size];
     float scale;
     Correction correction;
-};
-
-// What numbers are multiplied by to become whole numbers up to `most`, and those by to be numbers again. Where one is not
-// finite the scale is NaN, and so will be all that is computed with it; numbers below 2^-100 count as 0.
-class Scale {
-public:
-    template <class Count>
-    PELLUCID_INLINE Scale(const float* x, Count count, float most) {
-        uint32_t largest = 0;  // as integers, absolute values are in the same order, and NaN is above all
-        for (Count i = 0; i < count; ++i) largest = std::max(largest, std::bit_cast<uint32_t>(x[i]) & 0x7fffffff);
-        const float bound = std::bit_cast<float>(largest);
-        const bool finite = largest < 0x7f800000;
-        any_ = finite && bound >= 0x1p-100f;
-        inverse_ = any_ ? most / bound : 0.0f;
-        scale = any_ ? bound / most : finite ? 0.0f : std::bit_cast<float>(0x7fc00000);
-    }
-
-    PELLUCID_INLINE int32_t round(float x) const {
-        const float value = any_ ? x * inverse_ : 0.0f;
-        return static_cast<int32_t>((value + 0x1.8p23f) - 0x1.8p23f);
-    }
-
-    float scale;
-
-private:
-    float inverse_;
-    bool any_;
 };
 
 // Quantizes count <= Size numbers, returns the sum of a.

@@ -14,8 +14,7 @@ PELLUCID_INLINE I16 operator+(I16 a, I16 b) { return {_mm512_add_epi32(a.v, b.v)
 PELLUCID_INLINE void store_bytes(void* p, Bytes x) { _mm512_storeu_si512(p, x.v); }
 
 // Activations are numbers of 15 bits with one scale for a row: two digits, a = 128 high + low, so that a row's sums are whole
-// numbers to the end. (In groups of 64 with scales of their own, as elsewhere, what is done between tiles takes twice as long
-// as they do.)
+// numbers to the end. (In groups of 64 with scales of their own, as elsewhere, much is done between tiles.)
 //
 //   row: two halves of as many lines of the cache. High digits [K], padded with zeros to whole lines, then Factors; low
 //        digits, padded too. So the digits of eight rows are the rows of a tile as well.
@@ -23,7 +22,6 @@ struct TiledInt8Format : InTiles {
     static constexpr int kRows = kTileSide, kWideRows = kTileSide / 2, kWideStep = kWideRows, kOnceRows = kRows;
     static constexpr int kCachedShift = Int8Format::kCachedShift;
     static constexpr bool kTakesFloats = false;
-
     static constexpr int64_t kMostInputs = 1 << 17;  // of which sums fit into 32 bits
 
     struct alignas(kTileBytes) Left {  // a line
@@ -40,7 +38,7 @@ struct TiledInt8Format : InTiles {
     static int64_t panel_bytes(int64_t inputs) { return Int8Format::panel_bytes(inputs); }
 
     static void prepare(const float* x, int64_t inputs, Left* row) {
-        const Scale scale(x, inputs, static_cast<float>(kLargest));
+        const Scale scale(x, inputs, kMostWhole);
         auto *high = row->values, *low = row[half_row(inputs)].values;
         int32_t high_sum = 0, low_sum = 0;
         for (int64_t k = 0; k < inputs; ++k) {
@@ -84,7 +82,7 @@ struct TiledInt8Format : InTiles {
     }
 
 private:
-    static constexpr int32_t kDigit = 128, kLargest = 127 * kDigit;
+    static constexpr int32_t kDigit = 128;
     static constexpr int64_t kLineBytes = kTileBytes * kPanel;  // of a panel, for a line of a row
 
     // Sixteen rows and a panel. High digits are tile 4, low ones 5.

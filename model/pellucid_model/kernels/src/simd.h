@@ -379,7 +379,6 @@ PELLUCID_INLINE void horizontal_maxima(const float* rows, int64_t count, float* 
     for (int64_t i = 0; i < count; ++i) out[i] = horizontal_max(load(rows + 16 * i));
 }
 
-
 PELLUCID_INLINE F16 round_to_integer(F16 x) {  // |x| < 2^22
 #if defined(__AVX512F__)
     return {_mm512_roundscale_ps(x.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
