@@ -178,10 +178,10 @@ void fetch_rows(const Arguments& a, const Unit& unit) {
     fetch(a.v + row * a.v_stride + unit.heads.first * a.head_dim, numbers);
 }
 
-// Of a unit that has several heads: small ones, which would wait for single results otherwise.
+// Of a unit that has several heads: one alone has few rows, and waits for every single result.
 template <class Format>
 int64_t rows_at_once(const Arguments& a) {
-    return GranuleFinder<Format>::is_small(a) ? Scores<Format>::kRows : 0;
+    return GranuleFinder<Format>::are_whole(a) ? Scores<Format>::kFetchingRows : 0;
 }
 
 template <class Format>

@@ -14,8 +14,7 @@
 // token's bits depend on that token alone. Where a number of its key or value is not finite, both scales are NaN.
 #pragma once
 
-#include <vector>
-
+#include "aligned_vector.h"
 #include "attention_arguments.h"
 #include "linear_formats.h"
 #include "scale.h"
@@ -146,8 +145,8 @@ private:
 
     HeadLayout<Format> layout_{1, 1};
     int64_t head_dim_ = 0;
-    std::vector<float> rotated_;
-    std::vector<Number> key_, value_;  // rounded; what they have beyond head_dim is 0
+    AlignedVector<float> rotated_;
+    AlignedVector<Number> key_, value_;  // rounded; what they have beyond head_dim is 0
 };
 
 // Copies token `slot` of a head into a whole granule.

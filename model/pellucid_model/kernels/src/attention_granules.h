@@ -38,20 +38,18 @@ class GranuleFinder {
     using Number = typename Format::Number;
 
 public:
-    // Whether a key block of a head is small, and has whole granules.
-    static bool is_small(const Arguments& a) {
-        const HeadLayout<Format> layout(a.head_dim, a.block_size);
-        const int64_t bytes = 2 * kBlock * layout.stride * static_cast<int64_t>(sizeof(Number));
-        return layout.granule == kGranule && bytes <= kSmallBlock;
-    }
+    // Whether granules are read as they lie, and so those of several heads can be looked up together.
+    static bool are_whole(const Arguments& a) { return HeadLayout<Format>(a.head_dim, a.block_size).granule == kGranule; }
 
-    void start(const Arguments& arguments, int64_t sequence, int64_t kv_head) {
+    void start(const Arguments& arguments, int64_t sequence, int64_t kv_head, int64_t heads) {
         a_ = &arguments;
         sequence_ = sequence;
         kv_head_ = kv_head;
+        heads_ = heads;
         layout_ = HeadLayout<Format>(a_->head_dim, a_->block_size);
+        head_step_ = a_->block_size * layout_.stride;
         nothing_.resize(kGranule * layout_.stride);
-        is_small_ = is_small(arguments);
+        is_small_ = are_whole(arguments) && 2 * kBlock * layout_.stride * int64_t{sizeof(Number)} <= kSmallBlock;
     }
 
     // Finds the granules of the keys from position `start` on, of which rows see `local` (from start), `seen` in all,
@@ -71,33 +69,28 @@ public:
         return true;
     }
 
-    // Of the head that is `head` heads behind the first of `heads` that have been looked up. Of large blocks the products
-    // prefetch these values, which are needed soon, and the keys ahead; fetch_some does the rest. Of small ones they
-    // prefetch keys and values of the next head, or what is ahead. Of granules [first, last), none of which is missing where
-    // there are several heads.
-    HeadGranules<Number> of_head(int64_t head, int64_t heads, int first, int last) const {
+    // Of the head that is `head` heads behind the first. Its products prefetch keys and values of the next head. Those of the
+    // last one prefetch what is ahead, where blocks are small; where they are large, the product of its keys prefetches the
+    // first head's values, which are needed soon, and that of its values the keys ahead. Of granules [first, last), none of
+    // which is missing where there are several heads.
+    HeadGranules<Number> of_head(int64_t head, int first, int last) const {
         HeadGranules<Number> own;
-        const int64_t step = a_->block_size * layout_.stride;
         for (int g = first; g < last; ++g) {
-            own.here.keys[g] = here.keys[g] + head * step;
-            own.here.values[g] = here.values[g] + head * step;
-        }
-        if (!is_small_) {
-            std::copy(own.here.values + first, own.here.values + last, own.fetched.keys + first);
-            std::copy(ahead.keys + first, ahead.keys + last, own.fetched.values + first);
-        } else if (head + 1 == heads) {
-            own.fetched = ahead;
-        } else {
-            for (int g = first; g < last; ++g) {
-                own.fetched.keys[g] = own.here.keys[g] + step;
-                own.fetched.values[g] = own.here.values[g] + step;
+            own.here.keys[g] = here.keys[g] + head * head_step_;
+            own.here.values[g] = here.values[g] + head * head_step_;
+            if (head + 1 < heads_) {
+                own.fetched.keys[g] = own.here.keys[g] + head_step_;
+                own.fetched.values[g] = own.here.values[g] + head_step_;
+            } else {
+                own.fetched.keys[g] = is_small_ ? ahead.keys[g] : here.values[g];
+                own.fetched.values[g] = is_small_ ? ahead.values[g] : ahead.keys[g];
             }
         }
         return own;
     }
 
-    // Prefetches a little more of what is ahead, keys before values. To be called wherever nothing is read from memory,
-    // so that it works all the time.
+    // Prefetches a little more of what is ahead, keys before values. To be called wherever nothing is read from memory, so that
+    // it works all the time. Of several heads, or small blocks, the products alone fetch enough.
     void fetch_some() {
         const int64_t bytes = kGranule * layout_.stride * sizeof(Number);
         for (int line = 0; line < kSomeLines && fetched_ < 2 * kGranules; ++line) {
@@ -110,7 +103,7 @@ public:
         }
     }
 
-    // The products of the keys and values that rows see have prefetched the keys at the same places ahead.
+    // The products of the keys and values that rows see have prefetched the first head's keys at the same places ahead.
     void skip(Range seen) {
         const int end = (seen.end + kGranule - 1) / kGranule;
         if (seen.begin < kGranule && fetched_ < end) skip_to(end);
@@ -173,7 +166,7 @@ private:
 
     // What to prefetch, where there is any.
     void find_ahead(const KeyBlock& next) {
-        skip_to(is_small_ ? 2 * kGranules : 0);
+        skip_to(is_small_ || heads_ > 1 ? 2 * kGranules : 0);
         const int needed = std::clamp((next.end - next.start + kGranule - 1) / kGranule, 0, kGranules);
         const int end = layout_.granule == kGranule ? needed : 0;
         if (end > 0) find_granules(next, 0, end, ahead);
@@ -186,13 +179,14 @@ public:
 
 private:
     const Arguments* a_ = nullptr;
-    int64_t sequence_ = 0, kv_head_ = 0;
+    int64_t sequence_ = 0, kv_head_ = 0, heads_ = 1;
     HeadLayout<Format> layout_{1, 1};
-    std::vector<Number> collected_;  // granules of small blocks
-    std::vector<Number> nothing_;    // a granule of zeros
+    int64_t head_step_ = 0;  // from one head of a block to the next, in numbers
+    AlignedVector<Number> collected_;  // granules of small blocks
+    AlignedVector<Number> nothing_;    // a granule of zeros
     bool is_small_ = false;
-    int fetched_ = 2 * kGranules;    // granules of what is ahead, keys and values
-    int64_t fetched_bytes_ = 0;      // of the one that follows
+    int fetched_ = 2 * kGranules;  // granules of what is ahead, keys and values
+    int64_t fetched_bytes_ = 0;    // of the one that follows
 };
 
 }  // namespace

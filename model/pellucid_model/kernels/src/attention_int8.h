@@ -8,8 +8,7 @@
 // What is stored is q = x / scale + 128, so sums begin at -128 times the sum of w.
 #pragma once
 
-#include <vector>
-
+#include "aligned_vector.h"
 #include "attention_scores.h"
 #include "attention_values.h"
 #include "integers.h"
@@ -166,9 +165,9 @@ private:
     }
 
     int64_t head_dim_ = 0, width_ = 0, row_width_ = 0;  // of a query, of a token in the cache, of a row of parts_
-    std::vector<Activation> parts_;     // [rows, kParts, row_width]
-    std::vector<int32_t> corrections_;  // [rows]
-    std::vector<float> scales_;         // [rows]
+    AlignedVector<Activation> parts_;   // [rows, kParts, row_width]
+    AlignedVector<int32_t> corrections_;// [rows]
+    AlignedVector<float> scales_;       // [rows]
 };
 
 template <>
@@ -176,16 +175,16 @@ class ValueSum<Int8Cache> {
 public:
     // As for other formats. What a row does not see has the weight 0.
     void run(const Arguments& arguments, const HeadGranules<uint8_t>& block, const float* exponentials,
-             const Range* seen, int64_t count, float* out) {
+             const SeenKeys& seen, int64_t count, float* out) {
         block_ = &block;
         stride_ = divide_up(arguments.head_dim, 16) * 16;
         width_ = HeadLayout<Int8Cache>(arguments.head_dim, arguments.block_size).width;
         granules_ = {kGranules, 0};
         for (int64_t r = 0; r < count; ++r) {
-            const Range own = granules_of(seen[r]);
+            const Range own = granules_of(seen.rows[r]);
             if (!own.empty()) granules_ = {std::min(granules_.begin, own.begin), std::max(granules_.end, own.end)};
         }
-        for (int64_t r = 0; r < count; ++r) prepare(exponentials + r * kBlock, seen[r], r);
+        for (int64_t r = 0; r < count; ++r) prepare(exponentials + r * kBlock, seen.rows[r], r);
         int64_t d = 0;
         const auto take = [&]<int Most, int Vectors>() {
             with_rows<Most>(count, [&](auto height) { add_dimensions<height, Vectors>(d, out + d); });

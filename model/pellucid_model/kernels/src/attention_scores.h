@@ -1,8 +1,7 @@
 // The first product of attention: queries times keys, over a block of keys.
 #pragma once
 
-#include <vector>
-
+#include "aligned_vector.h"
 #include "attention_granules.h"
 #include "parallel.h"
 #include "tile.h"
@@ -86,7 +85,7 @@ private:
 
     int64_t head_dim_ = 0;
     int64_t width_ = 0;    // of a head in the cache and in q_
-    std::vector<Left> q_;  // [rows, width]
+    AlignedVector<Left> q_;  // [rows, width]
 };
 
 }  // namespace

@@ -106,7 +106,7 @@ private:
         group_ = a_->query_heads / a_->kv_heads;
         rows_ = tile.count * heads.count * group_;
         stride_ = divide_up(a_->head_dim, 16) * 16;
-        block_.start(arguments, a_->row_sequence[tile.first], heads.first);
+        block_.start(arguments, a_->row_sequence[tile.first], heads.first, heads.count);
         scores_.start(arguments, rows_);
         rotated_.resize(a_->head_dim);
         ranges_.resize(rows_);
@@ -165,48 +165,60 @@ private:
                 ranges_[r] = to_sinks ? visible.sinks : visible.window;
             }
         }
+        common_ = ranges_[0];
+        for (const Range& range : ranges_) common_ = common_.clip(range.begin, range.end);
+        sees_whole_ = false;
     }
 
     // All rows' partials of a block, some rows after the others. place(row): where those from `row` on go; done(row, count):
     // they are there.
     template <class Place, class Done>
     void attend_block(int32_t start, bool to_sinks, const KeyBlock& next, const Place& place, const Done& done) {
-        for (int64_t r = 0; r < rows_; ++r) local_[r] = ranges_[r].clip(start, start + kBlock).from(start);
-        const Range seen = SeenKeys(local_.data(), rows_).any;
-        const bool found = !seen.empty() && block_.find(start, seen, local_, next);
-        if (!seen.empty() && !found) *status_ = kBadBlock;
+        const SeenKeys seen = look_at_block(start);
+        const bool found = !seen.any.empty() && block_.find(start, seen.any, local_, next);
+        if (!seen.any.empty() && !found) *status_ = kBadBlock;
         const EvenParts parts(rows_, Scores<Format>::kRows);
         for (int64_t part = 0; part < parts.count; ++part) {
             const int64_t begin = parts.begin(part), count = parts.size(part);
             const Partial partial = place(begin);
-            const Range any = SeenKeys(&local_[begin], count).any;
-            if (found && !any.empty()) {
-                attend_rows(begin, count, any, start, to_sinks, partial);
+            const SeenKeys own = sees_whole_ || parts.count == 1 ? seen.from(begin) : SeenKeys(&local_[begin], count);
+            if (found && !own.any.empty()) {
+                attend_rows(begin, count, own, start, to_sinks, partial);
                 done(begin, count);
             } else {
                 std::fill_n(partial.sum, count, 0.0f);
                 std::fill_n(partial.largest, count, -INFINITY);
             }
         }
-        if (found && rows_ <= Scores<Format>::kFetchingRows) block_.skip(seen);
+        if (found && rows_ <= Scores<Format>::kFetchingRows) block_.skip(seen.any);
     }
 
-    // Rows [begin, begin + count), which see something of keys `any`.
-    void attend_rows(int64_t begin, int64_t count, Range any, int32_t start, bool to_sinks, const Partial& partial) {
-        const int first = any.begin / kGranule, last = (any.end + kGranule - 1) / kGranule;
-        auto granules = block_.of_head(0, heads_.count, first, last);
+    // What all rows see of a block, in local_ too.
+    SeenKeys look_at_block(int32_t start) {
+        const bool before = sees_whole_;
+        sees_whole_ = common_.begin <= start && start + kBlock <= common_.end;
+        if (!(before && sees_whole_))
+            for (int64_t r = 0; r < rows_; ++r) local_[r] = ranges_[r].clip(start, start + kBlock).from(start);
+        return sees_whole_ ? SeenKeys::whole(local_.data()) : SeenKeys(local_.data(), rows_);
+    }
+
+    // Rows [begin, begin + count), which see something.
+    void attend_rows(int64_t begin, int64_t count, const SeenKeys& seen, int32_t start, bool to_sinks,
+                     const Partial& partial) {
+        const int first = seen.any.begin / kGranule, last = (seen.any.end + kGranule - 1) / kGranule;
+        auto granules = block_.of_head(0, first, last);
         const auto take_head_of = [&](int64_t row) {
-            if (heads_.count > 1) granules = block_.of_head(row / group_, heads_.count, first, last);
+            if (heads_.count > 1) granules = block_.of_head(row / group_, first, last);
         };
         const int64_t end = begin + count, step = heads_.count > 1 ? group_ : count;  // several heads are one part
         for (int64_t row = begin; row < end; row += step) {
             take_head_of(row);
             scores_.run(row, step, granules, first, last, &score_[(row - begin) * kBlock]);
         }
-        softmax(begin, end, any, start, to_sinks, partial);
+        softmax(begin, end, seen.any, start, to_sinks, partial);
         for (int64_t row = begin; row < end; row += step) {
             take_head_of(row);
-            values_.run(*a_, granules, &score_[(row - begin) * kBlock], &local_[row], step,
+            values_.run(*a_, granules, &score_[(row - begin) * kBlock], seen.from(row - begin), step,
                         partial.values + (row - begin) * stride_);
         }
     }
@@ -280,6 +292,7 @@ private:
                 fetch_some();
             }
             horizontal_maxima(lanes, count, largest + (r - begin));
+            Weights::between_products();
         });
         constexpr int32_t kKeys = Weights::kKeys;
         any = {any.begin / kKeys * kKeys, (any.end + kKeys - 1) / kKeys * kKeys};
@@ -290,6 +303,7 @@ private:
                 store(lanes + 16 * i, exponentials(local_[r + i], any, bound, scale, score_ + (r + i - begin) * kBlock));
             }
             horizontal_sums(lanes, count, partial.sum + (r - begin));
+            Weights::between_products();
         });
     }
 
@@ -354,11 +368,12 @@ private:
     void write_result() {
         for (int64_t r = 0; r < rows_; ++r) {
             fetch_some();
+            const F16 factor = broadcast(1.0f / sum_[r]);
             const auto [row, head] = place_of(r);
             float* out = a_->out + (row * a_->query_heads + head) * a_->head_dim;
             bf16* const rounded = reinterpret_cast<bf16*>(a_->out) + row * a_->rounded_stride + head * a_->head_dim;
             for (int64_t d = 0; d < a_->head_dim; d += 16) {
-                const F16 value = load(&total_[r * stride_ + d]) / broadcast(sum_[r]);
+                const F16 value = load(&total_[r * stride_ + d]) * factor;
                 const int count = static_cast<int>(std::min<int64_t>(16, a_->head_dim - d));
                 if (a_->rounded_stride > 0)
                     store_for_layers(rounded + d, value, count);
@@ -378,12 +393,14 @@ private:
     GranuleFinder<Format> block_;
     Scores<Format> scores_;
     ValueSum<Format> values_;
-    std::vector<float> rotated_;           // [head_dim]
+    AlignedVector<float> rotated_;         // [head_dim]
     std::vector<Range> ranges_, local_;    // [rows]; local_: in this block, from its start
+    Range common_{0, 0};                   // of ranges_
+    bool sees_whole_ = false;              // every row, this block
     alignas(64) float score_[Scores<Format>::kMemoryRows * kBlock] = {};
-    std::vector<float> memory_;                // a Partial
-    std::vector<float> total_, largest_, sum_;  // of all blocks so far
-    std::vector<float> before_, added_;        // factors of a merge
+    AlignedVector<float> memory_;              // a Partial
+    AlignedVector<float> total_, largest_, sum_;  // of all blocks so far
+    AlignedVector<float> before_, added_;      // factors of a merge
 };
 
 }  // namespace

@@ -4,9 +4,10 @@
 // multiple of 32 on, are right tiles where one granule follows the other in memory; elsewhere they are put together.
 #pragma once
 
+#include "aligned_vector.h"
+#include "amx.h"
 #include "attention_scores.h"
 #include "attention_values.h"
-#include "amx.h"
 
 #if defined(PELLUCID_AMX)
 
@@ -40,6 +41,7 @@ struct Exponentials<TiledCache> {
     static PELLUCID_INLINE void put(float* row, int at, F16 weights) {
         store(reinterpret_cast<bf16*>(row) + at, weights);
     }
+    static PELLUCID_INLINE void between_products() { keep_tiles_awake(); }
 };
 
 template <>
@@ -88,7 +90,7 @@ private:
     }
 
     int64_t width_ = 0;    // of a head
-    std::vector<bf16> q_;  // [rows, width]
+    AlignedVector<bf16> q_;  // [rows, width]
 };
 
 template <>
@@ -96,11 +98,12 @@ class ValueSum<TiledCache> {
 public:
     // As for other formats. What a row does not see has the weight 0, which adds nothing as long as the values are finite;
     // where they are not, rows go one by one, and what each does not see is taken out.
-    void run(const Arguments& arguments, const HeadGranules<bf16>& block, const float* exponentials, const Range* seen,
-             int64_t count, float* out) {
+    void run(const Arguments& arguments, const HeadGranules<bf16>& block, const float* exponentials,
+             const SeenKeys& seen, int64_t count, float* out) {
         width_ = arguments.head_dim;
         block_ = &block;
-        auto [common, any] = SeenKeys(seen, count);
+        Range common = seen.common;
+        const Range any = seen.any;
         if (any.empty()) {
             std::fill_n(out, count * width_, 0.0f);
             return;
@@ -116,7 +119,7 @@ public:
             return;
         }
         for (int64_t r = 0; r < count; ++r) {
-            hide_all_but(seen[r]);
+            hide_all_but(seen.rows[r]);
             multiply(r, 1, out + r * width_);
         }
     }
@@ -203,7 +206,7 @@ private:
     int64_t width_ = 0;                            // of a head
     Range used_{0, 0};                             // granules of which some row sees something
     const bf16* values_[kBlock / kTileKeys] = {};  // where tiles begin
-    std::vector<bf16> together_;                   // copies of a block's
+    AlignedVector<bf16> together_;                 // copies of a block's
     const bf16* weights_ = nullptr;                // [rows, kWeightStep]
 };
 

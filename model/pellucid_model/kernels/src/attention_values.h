@@ -1,8 +1,7 @@
 // The second product of attention: exponentials times values, over a block of keys.
 #pragma once
 
-#include <vector>
-
+#include "aligned_vector.h"
 #include "attention_granules.h"
 #include "parallel.h"
 #include "tile.h"
@@ -22,6 +21,8 @@ struct Exponentials {
     static PELLUCID_INLINE F16 of(F16 score, F16 largest, F16 scale) { return exp2((score - largest) * scale); }
     // Of 16 keys, in the place of their scores.
     static PELLUCID_INLINE void put(float* row, int at, F16 weights) { store(row + at, weights); }
+    // Called now and then between the two products.
+    static PELLUCID_INLINE void between_products() {}
 };
 
 // sums[r] += weight[r][key] * value[key] over a granule: 16 dimensions per vector, one chain over the keys.
@@ -48,16 +49,22 @@ struct ValueProduct {
     }
 };
 
-// Keys of a block, from its start: those that all of some rows see, and those from the first to the last that any of them sees.
+// Which keys of a block some rows see, from its start: each row, all of them, and from the first to the last that any of
+// them sees.
 struct SeenKeys {
+    const Range* rows;
     Range common{0, kBlock}, any{kBlock, 0};
 
-    SeenKeys(const Range* seen, int64_t count) {
-        for (const Range* row = seen; row < seen + count; ++row) {
+    SeenKeys(const Range* rows, int64_t count) : rows(rows) {
+        for (const Range* row = rows; row < rows + count; ++row) {
             common = common.clip(row->begin, row->end);
             if (!row->empty()) any = {std::min(any.begin, row->begin), std::max(any.end, row->end)};
         }
     }
+    SeenKeys(const Range* rows, Range common, Range any) : rows(rows), common(common), any(any) {}
+    // Of rows that see the whole block.
+    static SeenKeys whole(const Range* rows) { return {rows, {0, kBlock}, {0, kBlock}}; }
+    SeenKeys from(int64_t row) const { return {rows + row, common, any}; }
 };
 
 // Whether the values of these keys, whole packs, are. width: of a token in the cache.
@@ -77,14 +84,14 @@ class ValueSum {
     using Number = typename Format::Number;
 
 public:
-    // out[r] = sum of exponential[r][key] * value[key] over the keys that row r of `count` sees (seen[r], from the
-    // block's start). exponentials [count, kBlock], out [count, head_dim in whole vectors].
+    // out[r] = sum of exponential[r][key] * value[key] over the keys that row r of `count` sees. exponentials
+    // [count, kBlock], out [count, head_dim in whole vectors].
     //
     // Packs of keys that some row sees go through one tile: what a row does not see has the weight 0, which adds nothing
     // as long as the values are finite. Where they are not, the tile has the packs that all rows see, and the ragged
     // ends before and after them go row by row, so that the chains of each row stay in key order.
     void run(const Arguments& arguments, const HeadGranules<Number>& block, const float* exponentials,
-             const Range* seen, int64_t count, float* out) {
+             const SeenKeys& seen, int64_t count, float* out) {
         a_ = &arguments;
         block_ = &block;
         stride_ = one_vector() ? kChains * 16 : divide_up(a_->head_dim, 16) * 16;
@@ -92,7 +99,7 @@ public:
         const Left* weights = prepared_weights(exponentials, count);
         float* sums = one_vector() ? chains_ : out;
         std::fill_n(sums, count * stride_, 0.0f);
-        auto [common, any] = SeenKeys(seen, count);
+        Range common = seen.common, any = seen.any;
         common = {whole_packs(common.begin + Format::kPack - 1), whole_packs(common.end)};
         any = {whole_packs(any.begin), whole_packs(any.end + Format::kPack - 1)};
         if (common.empty()) common = {any.end, any.end};
@@ -101,7 +108,7 @@ public:
         } else {
             const auto add_rows = [&](int32_t begin, int32_t end) {
                 for (int64_t r = 0; r < count; ++r)
-                    add_ragged(weights + r * kBlock, seen[r].clip(begin, end), sums + r * stride_);
+                    add_ragged(weights + r * kBlock, seen.rows[r].clip(begin, end), sums + r * stride_);
             };
             add_rows(0, common.begin);
             if (!common.empty()) add_values(weights, count, common, block.here.values, sums);
@@ -257,7 +264,7 @@ private:
     const HeadGranules<Number>* block_ = nullptr;
     int64_t stride_ = 0;         // from one row's sums to the next
     int64_t width_ = 0;          // of a token in the cache
-    std::vector<Number> edge_;   // a granule, one pair of which holds half a pair
+    AlignedVector<Number> edge_;   // a granule, one pair of which holds half a pair
     alignas(64) Left weights_[Format::kTakesFloats ? 1 : kTileRows * kBlock];
     alignas(64) float chains_[kTileRows * kChains * 16];
 };

@@ -245,7 +245,7 @@ private:
         if (layer.gate_weight) multiply<Rows, Vectors>(layer.gate_weight, row, count, panel, apart, again, fetching, gate);
         multiply<Rows, Vectors>(layer.weight, row, count, panel, apart, again, fetching, sums);
         for (int64_t begin = 0; begin < kColumns; begin += kPanel, panel += apart)
-            finish(layer, place_of_tile(layer, row, count, panel), sums + begin, gate + begin, kColumns);
+            finish_tile(layer, place_of_tile(layer, row, count, panel), sums + begin, gate + begin, kColumns);
     }
 
     // Tiles [begin, end) of a layer with a gate: all with a panel of the gate, which stays in the nearest cache meanwhile, and
@@ -265,8 +265,21 @@ private:
                 const TilePlace place = place_of_tile(layer, row + tiles.begin(tile), tiles.size(tile), panel);
                 if (layer.residual) fetch_residual<2>(layer, place.row, place.rows, panel, 0);
                 multiply_tile(layer.weight, tile, panel, sums);
-                finish(layer, place, sums, gates[tile - begin], kPanel);
+                finish_tile(layer, place, sums, gates[tile - begin], kPanel);
             }
+        }
+    }
+
+    // See finish.
+    static void finish_tile(const LinearLayer& layer, TilePlace rest, const float* sums, const float* gate, int64_t stride) {
+        while (rest.rows > 0) {
+            const int64_t rows = std::min<int64_t>(rest.rows, Format::kFinishedRows);
+            finish(layer, {rest.row, rows, rest.column, rest.columns}, sums, gate, stride);
+            Format::between_products();
+            rest.row += rows;
+            rest.rows -= rows;
+            sums += rows * stride;
+            gate += rows * stride;
         }
     }
 

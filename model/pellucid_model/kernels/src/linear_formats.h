@@ -69,7 +69,8 @@ PELLUCID_INLINE void store_for_layers([[maybe_unused]] bf16* to, [[maybe_unused]
 // Any number of rows in a tile, which multiplies about as fast as the next cache gives weights.
 struct InRegisters {
     static constexpr int kStep = 1, kWideStep = 1;  // of a tile's height, one panel wide and two
-    static constexpr int64_t kRowsApart = 16, kHeldRowBytes = 256 << 10;
+    static constexpr int64_t kRowsApart = 16, kHeldRowBytes = 256 << 10, kFinishedRows = kTileRows;
+    static PELLUCID_INLINE void between_products() {}
 };
 
 struct Float32Format : InRegisters {

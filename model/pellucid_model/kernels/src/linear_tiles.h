@@ -23,12 +23,14 @@ PELLUCID_INLINE void fetch_far_ahead(const std::byte* panel, int64_t bytes) {
 // Several times as fast: weights are read twice only where that is hidden behind many rows.
 struct InTiles {
     static constexpr int kStep = kTileSide, kWideStep = kTileSide;
-    static constexpr int64_t kRowsApart = 192, kHeldRowBytes = 1 << 20;
+    static constexpr int64_t kRowsApart = 192, kHeldRowBytes = 1 << 20, kFinishedRows = 8;
+    static PELLUCID_INLINE void between_products() { keep_tiles_awake(); }
 };
 
 // Sums of bfloat16 go through tiles for any number of rows, since they are rounded in another order than in registers.
 struct TiledBfloat16Format : Bfloat16Format, InTiles {
-    using InTiles::kStep, InTiles::kWideStep, InTiles::kRowsApart, InTiles::kHeldRowBytes;
+    using InTiles::kStep, InTiles::kWideStep, InTiles::kRowsApart, InTiles::kHeldRowBytes, InTiles::kFinishedRows,
+        InTiles::between_products;
     static constexpr int kRows = 2 * kTileSide, kWideRows = kTileSide, kOnceRows = kWideRows;
     static constexpr int64_t kInputs = 32;  // of a tile
 
