@@ -2,15 +2,15 @@
 
 A message costs its server and its reader many times what a token does, and tokens that come faster than anybody could
 see can share one. So messages of a stream keep a gap of a frame of a display, which grows with the streams until it is
-as long as two. In come streams, as they begin and end, and steps; out goes when a message may begin.
+as long as three. In come streams, as they begin and end, and steps; out goes when a message may begin.
 """
 
 from __future__ import annotations
 
 SHORTEST_GAP = 0.016
-LONGEST_GAP = 0.032
+LONGEST_GAP = 0.05
 """Seconds from one message of a stream to the next."""
-MESSAGES_PER_SECOND = 250
+MESSAGES_PER_SECOND = 160
 """Of all streams together, between the shortest gap and the longest."""
 
 

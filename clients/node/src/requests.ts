@@ -109,7 +109,7 @@ export interface GenerateOptions extends CallOptions {
   /** "final": one message at the end. */
   delivery?: "incremental" | "final";
   /**
-   * [1, 256]; tokens to gather before a message is sent. Left out: 1, but tokens that come within about 16 to 32 ms after a
+   * [1, 256]; tokens to gather before a message is sent. Left out: 1, but tokens that come within about 16 to 50 ms after a
    * message, the longer the more streams there are, gather for the next one; an explicit 1 sends each as soon as it is
    * there.
    */

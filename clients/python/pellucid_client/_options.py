@@ -100,7 +100,7 @@ class GenerateOptions(TypedDict, total=False):
     delivery: Literal["incremental", "final"] | None
     """"final": one message at the end."""
     min_tokens_per_message: int | None
-    """[1, 256]; a message is sent once at least so many have gathered. Unset: those of about 16 to 32 ms. 1: each as it
+    """[1, 256]; a message is sent once at least so many have gathered. Unset: those of about 16 to 50 ms. 1: each as it
     comes, with what has come while the message before it was written. More: of a fast model, more."""
     timeout: float | None
     """Seconds, greater than 0; then DeadlineExceeded."""
