@@ -16,6 +16,7 @@ namespace {
 constexpr int kTokenRows = 96;      // (token, query head) pairs that share one reading of a key block, about
 constexpr int kTiledTokenRows = 192;  // where tiles multiply them
 constexpr int kUnitsPerThread = 4;  // at least, where there is that much work; so that threads end together
+constexpr int kHeadsPerThread = 8;  // the same where a row's heads are put together: rows differ more than parts of them
 
 bool by_tiles([[maybe_unused]] const Arguments& a) {
 #if defined(PELLUCID_AMX)
@@ -87,7 +88,7 @@ struct Units {
         const int64_t group = a.query_heads / a.kv_heads, stride = divide_up(a.head_dim, 16) * 16;
         const int64_t most = std::max<int64_t>(1, plan.blocks / (kUnitsPerThread * threads));
         const auto tiles = static_cast<int64_t>(plan.tiles.size());
-        const int64_t most_heads = std::min(most_rows / group, tiles * a.kv_heads / (kUnitsPerThread * threads));
+        const int64_t most_heads = std::min(most_rows / group, tiles * a.kv_heads / (kHeadsPerThread * threads));
         all.clear();
         split.clear();
         partials = 0;
