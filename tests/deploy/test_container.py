@@ -22,11 +22,7 @@ from pathlib import Path
 import pytest
 
 from pellucid_testing.checkpoints import tiny_checkpoint, tiny_config
-
-ROOT = Path(__file__).parents[2]
-IMAGE = "localhost/pellucid-test:latest"
-LOCAL_BASE = "localhost/pellucid-test-base:bookworm"
-"""What debian_base.sh makes. Used where it exists, else the Dockerfile's own base."""
+from pellucid_testing.image import IMAGE, ROOT, CannotBuild, build_image
 
 PODMAN = ("podman", *(("--runtime", "runc") if shutil.which("runc") else ()), "--cgroup-manager", "cgroupfs")
 LOCKED_DOWN = (
@@ -152,41 +148,11 @@ def _settings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def image(_settings: None) -> str:
-    """Builds it. Layers are kept: the next build takes seconds where little has changed."""
-    if os.geteuid() != 0:
-        pytest.skip("root is needed, to enter the container's network")
-    if missing := [tool for tool in ("buildah", "podman", "nsenter") if shutil.which(tool) is None]:
-        pytest.skip(f"not installed: {', '.join(missing)}")
-    arguments = []
-    if subprocess.run(["buildah", "inspect", "--type", "image", LOCAL_BASE], capture_output=True).returncode == 0:
-        arguments += ["--build-arg", f"BASE={LOCAL_BASE}"]
-    else:
-        (base,) = re.findall(r"^ARG BASE=(\S+)$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
-        if subprocess.run(["buildah", "pull", "--quiet", base], capture_output=True, timeout=300).returncode != 0:
-            pytest.skip(f"the base image {base} cannot be pulled, and tests/deploy/debian_base.sh has made none")
-    run("buildah", "bud", *BUILD, *arguments, *pip_arguments(), "--tag", IMAGE, ".", timeout=1400)
-    return IMAGE
-
-
-# The docker format keeps HEALTHCHECK.
-BUILD = (
-    *("--layers", "--isolation=chroot", "--network=host", "--format=docker", "--volume=/etc/hosts:/etc/hosts:ro"),
-    *("--build-arg", "VERSION=0.0.0", "--build-arg", "REVISION=tested"),
-)
-
-
-def pip_arguments() -> list[str]:
-    """How pip finds its packages here, handed on to the build."""
-    arguments = []
-    if certificates := os.environ.get("PIP_CERT"):
-        arguments += ["--secret", f"id=ca,src={certificates}", "--build-arg", "PIP_CERT=/run/secrets/ca"]
-    if wheels := os.environ.get("PIP_FIND_LINKS"):
-        if Path(wheels).is_dir():
-            arguments += ["--volume", f"{wheels}:/mnt:ro"]
-            wheels = "/mnt"
-        arguments += ["--build-arg", f"PIP_FIND_LINKS={wheels}", "--build-arg", "TORCH_INDEX="]
-    return arguments
+def image(_settings: None) -> None:
+    try:
+        build_image()
+    except CannotBuild as error:
+        pytest.skip(str(error))
 
 
 @contextlib.contextmanager
