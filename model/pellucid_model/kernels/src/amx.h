@@ -62,7 +62,8 @@ PELLUCID_INLINE void add_integer_tiles() {
     asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(Sum), "i"(Left), "i"(Right));
 }
 
-// For a while after 0.6 us without work the unit multiplies at a third of its speed. One product in between keeps it awake.
+// A unit without work for 0.6 us falls asleep, and its next products take 0.26 us longer (measured on a Xeon with AMX). One
+// now and then keeps it awake. To be called where no tile holds anything of use.
 PELLUCID_INLINE void keep_tiles_awake() { add_bfloat16_tiles<0, 6, 7>(); }
 
 // The compiler does not know what tiles are loaded from: that has been written by now.

@@ -165,9 +165,9 @@ private:
     }
 
     int64_t head_dim_ = 0, width_ = 0, row_width_ = 0;  // of a query, of a token in the cache, of a row of parts_
-    AlignedVector<Activation> parts_;   // [rows, kParts, row_width]
-    AlignedVector<int32_t> corrections_;// [rows]
-    AlignedVector<float> scales_;       // [rows]
+    AlignedVector<Activation> parts_;     // [rows, kParts, row_width]
+    AlignedVector<int32_t> corrections_;  // [rows]
+    AlignedVector<float> scales_;         // [rows]
 };
 
 template <>

@@ -393,14 +393,14 @@ private:
     GranuleFinder<Format> block_;
     Scores<Format> scores_;
     ValueSum<Format> values_;
-    AlignedVector<float> rotated_;         // [head_dim]
-    std::vector<Range> ranges_, local_;    // [rows]; local_: in this block, from its start
-    Range common_{0, 0};                   // of ranges_
-    bool sees_whole_ = false;              // every row, this block
+    AlignedVector<float> rotated_;       // [head_dim]
+    std::vector<Range> ranges_, local_;  // [rows]; local_: in this block, from its start
+    Range common_{0, 0};                 // of ranges_
+    bool sees_whole_ = false;            // every row, of this block
     alignas(64) float score_[Scores<Format>::kMemoryRows * kBlock] = {};
-    AlignedVector<float> memory_;              // a Partial
+    AlignedVector<float> memory_;                 // a Partial
     AlignedVector<float> total_, largest_, sum_;  // of all blocks so far
-    AlignedVector<float> before_, added_;      // factors of a merge
+    AlignedVector<float> before_, added_;         // factors of a merge
 };
 
 }  // namespace

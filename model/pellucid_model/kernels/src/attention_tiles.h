@@ -206,7 +206,7 @@ private:
     int64_t width_ = 0;                            // of a head
     Range used_{0, 0};                             // granules of which some row sees something
     const bf16* values_[kBlock / kTileKeys] = {};  // where tiles begin
-    AlignedVector<bf16> together_;                 // copies of a block's
+    AlignedVector<bf16> together_;                 // copies of a block's values
     const bf16* weights_ = nullptr;                // [rows, kWeightStep]
 };
 

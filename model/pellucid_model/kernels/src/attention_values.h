@@ -21,7 +21,7 @@ struct Exponentials {
     static PELLUCID_INLINE F16 of(F16 score, F16 largest, F16 scale) { return exp2((score - largest) * scale); }
     // Of 16 keys, in the place of their scores.
     static PELLUCID_INLINE void put(float* row, int at, F16 weights) { store(row + at, weights); }
-    // Called now and then between the two products.
+    // To be called now and then between the two products.
     static PELLUCID_INLINE void between_products() {}
 };
 
@@ -262,9 +262,9 @@ private:
 
     const Arguments* a_ = nullptr;
     const HeadGranules<Number>* block_ = nullptr;
-    int64_t stride_ = 0;         // from one row's sums to the next
-    int64_t width_ = 0;          // of a token in the cache
-    AlignedVector<Number> edge_;   // a granule, one pair of which holds half a pair
+    int64_t stride_ = 0;          // from one row's sums to the next
+    int64_t width_ = 0;           // of a token in the cache
+    AlignedVector<Number> edge_;  // a granule, one pair of which holds half a pair
     alignas(64) Left weights_[Format::kTakesFloats ? 1 : kTileRows * kBlock];
     alignas(64) float chains_[kTileRows * kChains * 16];
 };

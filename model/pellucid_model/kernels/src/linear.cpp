@@ -10,6 +10,7 @@
 //   kOnceRows               the most rows that wait for memory
 //   kRowsApart              from so many rows a thread on, each takes rows of its own and reads all weights
 //   kHeldRowBytes           of prepared rows of a thread in the next cache then
+//   between_products        what is done after every kFinishedRows rows of sums have gone out
 //   kCachedShift            how much of the cache a tile can fetch meanwhile: its own bytes shifted right. Faster than a
 //                           line in 64 cycles or so, as here, and the weights come late
 // Formats: linear_formats.h, quantized_formats.h; in tiles linear_tiles.h, quantized_tiles.h. What a tile's sums go through on
@@ -270,7 +271,7 @@ private:
         }
     }
 
-    // See finish.
+    // Some rows at a time; see finish.
     static void finish_tile(const LinearLayer& layer, TilePlace rest, const float* sums, const float* gate, int64_t stride) {
         while (rest.rows > 0) {
             const int64_t rows = std::min<int64_t>(rest.rows, Format::kFinishedRows);
