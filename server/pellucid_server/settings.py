@@ -123,7 +123,10 @@ class Settings:
     max_running: int = _setting(32, Integer(1, 4096), "requests that run at once")
     max_queue: int = _setting(256, Integer(0, 100_000), "requests that wait beside them; one more is refused")
     max_step_tokens: int = _setting(
-        512, Integer(1, 2**20), "tokens that one step computes at the most; not below --max-running"
+        0,
+        Integer(1, 2**20, auto=True),
+        "tokens that one step computes at the most, not below --max-running; auto: 512, on a CPU with AMX 1024",
+        default_text="auto",
     )
     threads: int = _setting(
         0, Integer(1, 1024, auto=True), "threads of the engine; auto: the cores it may use", default_text="auto"
@@ -268,7 +271,7 @@ def _check_tls(settings: Settings) -> None:
 def _check_step(settings: Settings) -> None:
     """Raises SettingsError where a step could not take every request that runs one token further."""
     most, running = settings.max_step_tokens, settings.max_running
-    if most < running:
+    if 0 < most < running:
         raise SettingsError(f"max-step-tokens = {most} is not accepted; accepted: from max-running = {running} on")
 
 

@@ -304,3 +304,9 @@ def _alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+@pytest.mark.parametrize(("wanted", "running"), [(0, 32), (0, 2000), (64, 8)])
+def test_the_largest_step_is_told(checkpoint: Path, wanted: int, running: int) -> None:
+    ready = load(configure(checkpoint, max_step_tokens=wanted, max_running=running)).ready
+    assert ready.max_step_tokens == (wanted or max(1024 if ready.kernels == "amx" else 512, running))

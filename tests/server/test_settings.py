@@ -102,10 +102,10 @@ def test_sizes(text: str, size: int) -> None:
 
 
 def test_auto_reads_zero() -> None:
-    settings = load(
-        "--kv-cache-memory", "auto", "--kv-block-size", "auto", "--max-context", "auto", "--threads", "auto"
-    )
+    flags = ("--kv-cache-memory", "--kv-block-size", "--max-context", "--max-step-tokens", "--threads")
+    settings = load(*[word for flag in flags for word in (flag, "auto")])
     assert (settings.kv_cache_memory, settings.kv_block_size, settings.max_context, settings.threads) == (0, 0, 0, 0)
+    assert settings.max_step_tokens == load("--max-running", "2000").max_step_tokens == 0
 
 
 @pytest.mark.parametrize(

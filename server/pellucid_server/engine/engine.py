@@ -66,7 +66,7 @@ class Engine:
 
         Returns the seconds that the longer one took.
         """
-        length = min(self._configure.max_step_tokens, self._loaded.pool.token_capacity - 1)
+        length = min(self._loaded.ready.max_step_tokens, self._loaded.pool.token_capacity - 1)
         length = max(1, min(length, self._loaded.ready.context_length - 1))
         scheduler = self._new_scheduler()
         greedy = Sampling(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
@@ -174,7 +174,7 @@ class Engine:
         return Scheduler(
             self._loaded.pool,
             configure.max_running,
-            configure.max_step_tokens,
+            self._loaded.ready.max_step_tokens,
             self._loaded.ready.native_window,
             prefix_cache=configure.prefix_cache,
             draft_tokens=configure.speculative_tokens,

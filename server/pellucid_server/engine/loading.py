@@ -41,6 +41,8 @@ from pellucid_server.settling import give_back_freed
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 UNKNOWN_CONTEXT = 2048
+STEP_TOKENS, TILED_STEP_TOKENS = 512, 1024
+"""Of the largest step where the operator leaves it open; the second with AMX."""
 CACHE_SHARE = 0.4
 """Of the free memory, for a cache whose size the operator leaves open."""
 GPU_CACHE_SHARE = 0.8
@@ -104,10 +106,11 @@ def load(configure: Configure) -> Loaded:
     )
     runner = ModelRunner(servable.model, kernels, cache, device, forward)
     pool = BlockPool(blocks, block_size)
+    step_tokens = choose_step_tokens(configure.max_step_tokens, configure.max_running, kernels)
     in_plan = isinstance(forward, PlannedForward)
     if servable.custom and kernels.batch_invariant and not in_plan:
         try:
-            try_company(runner, pool, vocab_size, context_length, configure.max_step_tokens)
+            try_company(runner, pool, vocab_size, context_length, step_tokens)
         except Exception as error:
             raise ModelError(
                 f"{configure.module} fails in steps of several sequences, of up to {context_length} tokens each: "
@@ -122,6 +125,7 @@ def load(configure: Configure) -> Loaded:
         kv_block_size=block_size,
         kv_block_count=blocks,
         kv_bytes=blocks * bytes_per_block(shapes, block_size, kv_dtype),
+        max_step_tokens=step_tokens,
         weight_bytes=weight_bytes(servable.module),
         device=str(device) if device.type == "cpu" else torch.cuda.get_device_name(device),
         dtype=describe_dtypes(dtype, format, kv_dtype),
@@ -223,6 +227,12 @@ def choose_context(wanted: int, trained: int | None, notices: list[str]) -> int:
     if wanted > trained:
         raise ModelError(f"--max-context {wanted}: the model was trained with {trained} tokens; give at most that")
     return wanted or trained
+
+
+def choose_step_tokens(wanted: int, max_running: int, kernels: Kernels) -> int:
+    """Unset: what a step computes within a fraction of a second, which others wait for: more where that is quick. Each
+    part of a prompt reads all weights again."""
+    return wanted or max(TILED_STEP_TOKENS if kernels.name == "amx" else STEP_TOKENS, max_running)
 
 
 def choose_block_size(wanted: int, context_length: int, device: torch.device) -> int:

@@ -176,6 +176,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     kv_block_size: int
     kv_block_count: int
     kv_bytes: int
+    max_step_tokens: int
     weight_bytes: int
     device: str
     dtype: str

@@ -51,7 +51,7 @@ class ServerService:
             instance_id=self.instance_id,
             max_running_requests=self.settings.max_running,
             max_queued_requests=self.settings.max_queue,
-            max_batched_tokens=self.settings.max_step_tokens,
+            max_batched_tokens=engine.max_step_tokens,
             kv_block_size=engine.kv_block_size,
             kv_block_count=engine.kv_block_count,
             device=engine.device,

@@ -207,6 +207,7 @@ def ready(script: Script) -> Ready:
         kv_block_size=script.kv_block_size,
         kv_block_count=script.kv_block_count,
         kv_bytes=0,
+        max_step_tokens=512,
         weight_bytes=0,
         device="cpu",
         dtype="float32",
