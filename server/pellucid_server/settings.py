@@ -125,7 +125,8 @@ class Settings:
     max_step_tokens: int = _setting(
         0,
         Integer(1, 2**20, auto=True),
-        "tokens that one step computes at the most, not below --max-running; auto: 512, on a CPU with AMX 1024",
+        "tokens that one step computes at the most, not below --max-running; auto: 512, in bfloat16 on a CPU with AMX "
+        "1024, or --max-running where that is more",
         default_text="auto",
     )
     threads: int = _setting(

@@ -121,7 +121,7 @@ def test_what_is_compared_is_attention(window: int, dtype: torch.dtype) -> None:
 
 
 SMALL = Setup(lengths=(1, 15, 16, 17, 127, 128, 129, 130, 255, 256, 257, 300), kv_heads=5, dim=16, rotary_dim=16)
-"""Heads so small that a unit has several of a row, if there are rows enough."""
+"""Rows enough that a unit has several heads of one."""
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,14 @@ SMALL = Setup(lengths=(1, 15, 16, 17, 127, 128, 129, 130, 255, 256, 257, 300), k
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, INT8], ids=str)
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"window": 100, "sinks": 20, "rolling": True}, {"alibi": True, "dim": 7, "rotary_dim": 0}, {"bias_width": 9}],
+    [
+        {},
+        {"window": 100, "sinks": 20, "rolling": True},
+        {"alibi": True, "dim": 7, "rotary_dim": 0},
+        {"bias_width": 9},
+        {"dim": 64},
+        {"dim": 96, "window": 100, "sinks": 20, "rolling": True},
+    ],
     ids=str,
 )
 def test_a_unit_of_several_heads_changes_no_bit(

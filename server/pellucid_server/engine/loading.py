@@ -42,7 +42,7 @@ from pellucid_server.settling import give_back_freed
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 UNKNOWN_CONTEXT = 2048
 STEP_TOKENS, TILED_STEP_TOKENS = 512, 1024
-"""Of the largest step where the operator leaves it open; the second with AMX."""
+"""Of the largest step where the operator leaves it open; the second in bfloat16 with AMX."""
 CACHE_SHARE = 0.4
 """Of the free memory, for a cache whose size the operator leaves open."""
 GPU_CACHE_SHARE = 0.8
@@ -106,7 +106,7 @@ def load(configure: Configure) -> Loaded:
     )
     runner = ModelRunner(servable.model, kernels, cache, device, forward)
     pool = BlockPool(blocks, block_size)
-    step_tokens = choose_step_tokens(configure.max_step_tokens, configure.max_running, kernels)
+    step_tokens = choose_step_tokens(configure.max_step_tokens, configure.max_running, kernels, dtype)
     in_plan = isinstance(forward, PlannedForward)
     if servable.custom and kernels.batch_invariant and not in_plan:
         try:
@@ -229,10 +229,11 @@ def choose_context(wanted: int, trained: int | None, notices: list[str]) -> int:
     return wanted or trained
 
 
-def choose_step_tokens(wanted: int, max_running: int, kernels: Kernels) -> int:
+def choose_step_tokens(wanted: int, max_running: int, kernels: Kernels, dtype: torch.dtype) -> int:
     """Unset: what a step computes within a fraction of a second, which others wait for: more where that is quick. Each
     part of a prompt reads all weights again."""
-    return wanted or max(TILED_STEP_TOKENS if kernels.name == "amx" else STEP_TOKENS, max_running)
+    in_tiles = kernels.name == "amx" and dtype == torch.bfloat16
+    return wanted or max(TILED_STEP_TOKENS if in_tiles else STEP_TOKENS, max_running)
 
 
 def choose_block_size(wanted: int, context_length: int, device: torch.device) -> int:

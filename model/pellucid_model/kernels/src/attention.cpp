@@ -98,7 +98,8 @@ struct Units {
             const int64_t cost = tile->count * tile->pieces();
             const int64_t parts = threads == 1 ? 1 : std::min<int64_t>(divide_up(cost, most), tile->pieces());
             if (parts <= 1) {
-                const EvenParts heads(a.kv_heads, tile->count > 1 ? 1 : std::max<int64_t>(most_heads, 1));
+                const int64_t together = tile->count > 1 ? 1 : std::min(most_heads, most / cost);
+                const EvenParts heads(a.kv_heads, std::max<int64_t>(together, 1));
                 for (int64_t i = 0; i < heads.count; ++i)
                     all.push_back({tile, {heads.begin(i), heads.size(i)}, 0, tile->pieces(), -1});
                 continue;

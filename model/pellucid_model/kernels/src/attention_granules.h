@@ -32,7 +32,7 @@ struct KeyBlock {
     int32_t start, end;
 };
 
-// Looks them up for one sequence and kv head at a time.
+// Looks them up for one sequence at a time, and for one kv head of it or several.
 template <class Format>
 class GranuleFinder {
     using Number = typename Format::Number;

@@ -1,4 +1,5 @@
-// Attention of one tile: some consecutive rows of a sequence, all query heads of one kv head, over all keys they see.
+// Attention of one tile: some consecutive rows of a sequence, all query heads of one kv head, over all keys they see; or one
+// row, of several kv heads.
 //
 // A row's result has one arithmetic, whatever shares its batch or its tile:
 //   - The keys it sees are one or two ranges of positions: sinks the window has left behind, then the window.
