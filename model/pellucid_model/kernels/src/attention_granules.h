@@ -49,7 +49,7 @@ public:
         layout_ = HeadLayout<Format>(a_->head_dim, a_->block_size);
         head_step_ = a_->block_size * layout_.stride;
         nothing_.resize(kGranule * layout_.stride);
-        is_small_ = are_whole(arguments) && 2 * kBlock * layout_.stride * int64_t{sizeof(Number)} <= kSmallBlock;
+        is_small_ = layout_.granule == kGranule && 2 * kBlock * layout_.stride * int64_t{sizeof(Number)} <= kSmallBlock;
     }
 
     // Finds the granules of the keys from position `start` on, of which rows see `local` (from start), `seen` in all,
