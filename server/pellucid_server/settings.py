@@ -126,7 +126,7 @@ class Settings:
         0,
         Integer(1, 2**20, auto=True),
         "tokens that one step computes at the most, not below --max-running; auto: 512, in bfloat16 on a CPU with AMX "
-        "1024, or --max-running where that is more",
+        "1024, for models of under 134 million parameters up to 2048, or --max-running where that is more",
         default_text="auto",
     )
     threads: int = _setting(

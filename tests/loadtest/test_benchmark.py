@@ -50,7 +50,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[PellucidServer]:
-    server = PellucidServer(folder, "float32", 1)
+    server = PellucidServer(folder, "float32", 1, options=("--max-step-tokens", "512"))
     yield server
     server.close()
 

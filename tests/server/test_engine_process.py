@@ -19,7 +19,7 @@ from msgspec import structs
 from pellucid_model.errors import ModelError
 from pellucid_server.engine import engine as engine_module
 from pellucid_server.engine.framing import LENGTH, frame
-from pellucid_server.engine.loading import load
+from pellucid_server.engine.loading import choose_step_tokens, load
 from pellucid_server.engine.messages import (
     Abort,
     Constraint,
@@ -306,9 +306,23 @@ def _alive(pid: int) -> bool:
         return False
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("wanted", "running"), [(0, 32), (0, 2000), (64, 8)])
-def test_the_largest_step_is_told(checkpoint: Path, wanted: int, running: int, dtype: str) -> None:
-    ready = load(configure(checkpoint, max_step_tokens=wanted, max_running=running, dtype=dtype)).ready
-    in_tiles = ready.kernels == "amx" and dtype == "bfloat16"
-    assert ready.max_step_tokens == (wanted or max(1024 if in_tiles else 512, running))
+@pytest.mark.parametrize(("wanted", "running", "expected"), [(0, 32, 2048), (0, 3000, 3000), (64, 8, 64)])
+def test_the_largest_step_is_told(checkpoint: Path, wanted: int, running: int, expected: int) -> None:
+    assert load(configure(checkpoint, max_step_tokens=wanted, max_running=running)).ready.max_step_tokens == expected
+
+
+@pytest.mark.parametrize(
+    ("parameters", "plain", "tiled"),
+    [
+        (0, 2048, 2048),
+        (2**25, 2048, 2048),
+        (2**26, 1024, 2048),
+        (100_000_000, 687, 1374),
+        (134_515_008, 512, 1024),
+        (8_000_000_000, 512, 1024),
+    ],
+)
+def test_small_models_take_large_steps(parameters: int, plain: int, tiled: int) -> None:
+    configured = configure(Path(), max_step_tokens=0)
+    assert choose_step_tokens(configured, parameters, in_tiles=False) == plain
+    assert choose_step_tokens(configured, parameters, in_tiles=True) == tiled

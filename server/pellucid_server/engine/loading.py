@@ -41,8 +41,10 @@ from pellucid_server.settling import give_back_freed
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 UNKNOWN_CONTEXT = 2048
-STEP_TOKENS, TILED_STEP_TOKENS = 512, 1024
-"""Of the largest step where the operator leaves it open; the second in bfloat16 with AMX."""
+STEP_TOKENS, MOST_STEP_TOKENS, STEP_WEIGHTS = 512, 2048, 1 << 36
+"""Of the largest step where the operator leaves it open: the least, the most, and how many weights they multiply."""
+TILES_SPEED = 2
+"""So many times as much of a step in bfloat16 with AMX."""
 CACHE_SHARE = 0.4
 """Of the free memory, for a cache whose size the operator leaves open."""
 GPU_CACHE_SHARE = 0.8
@@ -106,7 +108,8 @@ def load(configure: Configure) -> Loaded:
     )
     runner = ModelRunner(servable.model, kernels, cache, device, forward)
     pool = BlockPool(blocks, block_size)
-    step_tokens = choose_step_tokens(configure.max_step_tokens, configure.max_running, kernels, dtype)
+    in_tiles = kernels.name == "amx" and dtype == torch.bfloat16
+    step_tokens = choose_step_tokens(configure, parameters, in_tiles)
     in_plan = isinstance(forward, PlannedForward)
     if servable.custom and kernels.batch_invariant and not in_plan:
         try:
@@ -229,11 +232,12 @@ def choose_context(wanted: int, trained: int | None, notices: list[str]) -> int:
     return wanted or trained
 
 
-def choose_step_tokens(wanted: int, max_running: int, kernels: Kernels, dtype: torch.dtype) -> int:
+def choose_step_tokens(configure: Configure, parameters: int, in_tiles: bool) -> int:
     """Unset: what a step computes within a fraction of a second, which others wait for: more where that is quick. Each
-    part of a prompt reads all weights again."""
-    in_tiles = kernels.name == "amx" and dtype == torch.bfloat16
-    return wanted or max(TILED_STEP_TOKENS if in_tiles else STEP_TOKENS, max_running)
+    part of a prompt reads all weights again, and streams whose prompts are read together end together."""
+    speed = TILES_SPEED if in_tiles else 1
+    quick = min(speed * STEP_WEIGHTS // max(parameters, 1), MOST_STEP_TOKENS)
+    return configure.max_step_tokens or max(speed * STEP_TOKENS, quick, configure.max_running)
 
 
 def choose_block_size(wanted: int, context_length: int, device: torch.device) -> int:
