@@ -7,17 +7,17 @@ are read for tensors and plain values alone.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from pellucid_model.checkpoint_kind import companions
 from pellucid_model.errors import CheckpointError, ModelError
 from pellucid_model.gguf import is_gguf
+from pellucid_model.one_line_parser import OneLineParser
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -167,13 +167,10 @@ def _keep_end_tokens(asked: Conversion) -> None:
         write_json(file, {**values, "eos_token_id": ids})
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}\n")
-
-
 def _parse(argv: Sequence[str]) -> Conversion:
-    parser = _Parser(prog="pellucid convert", description="Turns a checkpoint into a folder that serves as it is.")
+    parser = OneLineParser(
+        prog="pellucid convert", description="Turns a checkpoint into a folder that serves as it is."
+    )
     parser.add_argument("source", type=Path, help="folder, .gguf, or file by torch.save or safetensors")
     parser.add_argument("out", type=Path, help="folder to write; it must not hold anything yet")
     parser.add_argument("--module", default="", metavar="FILE.py:CLASS", help="your own module; its file is executed")

@@ -164,6 +164,17 @@ class FileName(Text):
 
 
 @dataclass(frozen=True)
+class NameInFile(Text):
+    """A class of a Python file: FILE.py:CLASS."""
+
+    def parse(self, value: object) -> str:
+        file, _, name = super().parse(value).rpartition(":")
+        if not file or not name.isidentifier():
+            raise ValueError
+        return f"{file}:{name}"
+
+
+@dataclass(frozen=True)
 class Address:
     """Where to listen. An IPv6 host is written in brackets; port 0 takes a free one."""
 

@@ -17,12 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from pellucid_model.one_line_parser import OneLineParser
 from pellucid_server.options import (
     Address,
     Choice,
     FileName,
     Integer,
     ListenAddress,
+    NameInFile,
     Number,
     Option,
     Size,
@@ -68,7 +70,7 @@ class Settings:
     )
     module: str | None = _setting(
         None,
-        Text("FILE.py:CLASS"),
+        NameInFile("FILE.py:CLASS"),
         "your own module, built from the checkpoint's config.json; the file is executed; see docs/add-your-model.md",
         default_text="none: what config.json names",
     )
@@ -317,7 +319,7 @@ def _from_toml(path: Path) -> dict[str, Any]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         prog="pellucid serve",
         description="Serve a checkpoint over gRPC.",
         epilog="Each option can also be given as an environment variable (--max-running: PELLUCID_MAX_RUNNING) or in a "

@@ -489,3 +489,17 @@ def test_a_missing_module_of_our_own_is_a_bug(monkeypatch: pytest.MonkeyPatch) -
     FoundCommands(monkeypatch, serve="pellucid_client.no_such_module:run")
     with pytest.raises(ModuleNotFoundError):
         cli.main(["serve"])
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("generate x --nope", "pellucid: unrecognized arguments: --nope"),
+        ("generate x --temperature warm", "pellucid generate: argument --temperature: invalid float value: 'warm'"),
+        ("", "pellucid: the following arguments are required: COMMAND"),
+    ],
+)
+def test_a_wrong_command_line_is_one_line(words: str, says: str) -> None:
+    done = pellucid(*words.split())
+    assert (done.returncode, done.stdout) == (2, b"")
+    assert done.stderr.decode() == f"{says}; --help tells what is accepted\n"

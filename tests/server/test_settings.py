@@ -139,6 +139,10 @@ def test_auto_reads_zero() -> None:
         ("--listen", "127.0.0.1:65536"),
         ("--listen", "off"),
         ("--model-name", ""),
+        ("--module", "nope"),
+        ("--module", "my.py:"),
+        ("--module", ":My"),
+        ("--module", "my.py:not a class"),
         ("--drain-seconds", "nan"),
     ],
 )
@@ -237,6 +241,22 @@ def test_a_module_may_stand_before_its_checkpoint() -> None:
     for words, says in ((("my.py:My",), "checkpoint folder is missing"), (("a", "b"), "'b' is one folder too many")):
         with pytest.raises(SettingsError, match=says):
             load(*words)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--max-runing", "3"], "unrecognized arguments: --max-runing; did you mean --max-running?"),
+        (["--dtyp=float32"], "unrecognized arguments: --dtyp=float32; did you mean --dtype?"),
+        (["--colour"], "unrecognized arguments: --colour; --help tells what is accepted"),
+        (["--threads"], "argument --threads: expected one argument; --help tells what is accepted"),
+    ],
+)
+def test_a_wrong_command_line_is_one_line(capsys: pytest.CaptureFixture[str], words: list[str], says: str) -> None:
+    with pytest.raises(SystemExit) as end:
+        load(*words)
+    assert end.value.code == 2
+    assert capsys.readouterr().err == f"pellucid serve: {says}\n"
 
 
 def test_variables_that_are_no_settings_are_found() -> None:

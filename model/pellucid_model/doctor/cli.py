@@ -13,7 +13,8 @@ from pathlib import Path
 
 from pellucid_model.doctor.finding import Finding
 from pellucid_model.errors import ModelError
-from pellucid_model.training.cli import OneLineParser, require_packages
+from pellucid_model.one_line_parser import OneLineParser
+from pellucid_model.training.cli import require_packages
 
 
 def doctor_command(argv: list[str]) -> int:

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 
 from pellucid_model.checkpoint_kind import companions
 from pellucid_model.errors import ModelError
+from pellucid_model.one_line_parser import OneLineParser
 from pellucid_model.tokenizers import Tokenizer, TokenizerError, load_tokenizer
-from pellucid_model.training.cli import OneLineParser, at_least_one, require_packages
+from pellucid_model.training.cli import at_least_one, require_packages
 
 if TYPE_CHECKING:
     from pellucid_model.inspection.inspection import Inspection

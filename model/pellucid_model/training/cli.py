@@ -14,9 +14,10 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 from pellucid_model.errors import ModelError
+from pellucid_model.one_line_parser import OneLineParser
 from pellucid_model.training.corpus.cleaning import clean
 from pellucid_model.training.corpus.generator import DEFAULT_LINES, DEFAULT_SEED, generate_lines
 from pellucid_model.training.errors import DivergedError, TrainingError
@@ -28,13 +29,6 @@ if TYPE_CHECKING:
 
 _GENERATED = "generated"
 _NEEDED = ("torch", "safetensors", "tqdm", "matplotlib")
-
-
-class OneLineParser(argparse.ArgumentParser):
-    """Its errors are one line, without the usage."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}\n")
 
 
 def train_command(argv: list[str]) -> int:

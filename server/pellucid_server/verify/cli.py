@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from pellucid_model.checkpoint_kind import companions
 from pellucid_model.errors import ModelError
+from pellucid_model.one_line_parser import OneLineParser
 from pellucid_model.tokenizers import Tokenizer, TokenizerError, load_tokenizer
 from pellucid_model.tokenizers.base import InvalidTextError, UnknownCharacterError
 
@@ -147,13 +147,8 @@ def _prompts(wish: Wish, tokenizer: Tokenizer | None, loaded: Loaded) -> list[li
     return prompts
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}\n")
-
-
 def _parse(argv: Sequence[str]) -> Wish:
-    parser = _Parser(
+    parser = OneLineParser(
         prog="pellucid verify",
         usage="pellucid verify [FILE.py:CLASS] CHECKPOINT [options]",
         description="Proves that what is served equals the model's own forward, position by position.",

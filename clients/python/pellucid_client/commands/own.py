@@ -44,7 +44,7 @@ def _described(error: PellucidError) -> str:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        super().error(printable(message))
+        self.exit(2, f"{self.prog}: {printable(message)}; --help tells what is accepted\n")
 
 
 def _parser(others: Mapping[str, str]) -> argparse.ArgumentParser:
