@@ -31,6 +31,7 @@ from pellucid_benchmark.scenarios import LONG_CONTEXT, SCENARIOS, scenarios_for
 from pellucid_benchmark.servers import bundled_start_seconds
 from pellucid_benchmark.under_load import NAME as UNDER_LOAD
 from pellucid_benchmark.under_load import measure_under_load
+from pellucid_loadtest.own_server import leave_in_order_on_sigterm
 
 DEFAULT_ENGINES = {
     "tiny": ("pellucid:float32",),
@@ -42,6 +43,7 @@ PARTS = (*(scenario.name for scenario in SCENARIOS), UNDER_LOAD, START)
 
 
 def main(arguments: Sequence[str]) -> int:
+    leave_in_order_on_sigterm()
     options = _options(arguments)
     report: dict[str, Any] = {
         "schema": "pellucid.bench/1",

@@ -29,9 +29,11 @@ from pellucid_benchmark.precisions import PRECISIONS
 from pellucid_benchmark.processes import WorkerError, watching
 from pellucid_benchmark.random_models import SHAPES, write_random_llama
 from pellucid_benchmark.servers import PellucidServer
+from pellucid_loadtest.own_server import leave_in_order_on_sigterm
 
 
 def main(arguments: Sequence[str]) -> int:
+    leave_in_order_on_sigterm()
     options = _options(arguments)
     with tempfile.TemporaryDirectory() as made, contextlib.ExitStack() as stack:
         servers = {}

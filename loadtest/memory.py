@@ -23,6 +23,7 @@ from pellucid_benchmark.models import BenchmarkModel, ModelUnavailable, find_mod
 from pellucid_benchmark.precisions import PRECISIONS
 from pellucid_benchmark.processes import WorkerError
 from pellucid_benchmark.scenarios import scenarios_for
+from pellucid_loadtest.own_server import leave_in_order_on_sigterm
 
 HEADER = """\
 | precision | after | frontend: private | files | engine: huge pages | private | files | together | aim |
@@ -30,6 +31,7 @@ HEADER = """\
 
 
 def main(arguments: Sequence[str]) -> int:
+    leave_in_order_on_sigterm()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("model", nargs="?", default="smollm2")
     parser.add_argument("--precision", action="append", choices=list(PRECISIONS), metavar="NAME")

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pellucid_client import AsyncClient
-from pellucid_loadtest.own_server import StartError, own_server
+from pellucid_loadtest.own_server import StartError, leave_in_order_on_sigterm, own_server
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "custom_model" / "llama.py"
 PROMPT_TOKENS = 32
@@ -37,6 +37,7 @@ class Load:
 
 
 def main(arguments: Sequence[str]) -> int:
+    leave_in_order_on_sigterm()
     options = _options(arguments)
     with tempfile.TemporaryDirectory() as made:
         folder = options.checkpoint or _random_checkpoint(Path(made), options.layers, options.d_model)

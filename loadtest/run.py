@@ -18,10 +18,9 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from pellucid_loadtest.options import add_flags
-from pellucid_loadtest.own_server import StartError, own_server
+from pellucid_loadtest.own_server import StartError, leave_in_order_on_sigterm, own_server
 
 LOCUSTFILE = Path(__file__).with_name("locustfile.py")
 DEFAULTS = ("--headless", "--run-time", "30s", "--loglevel", "WARNING", "--only-summary")
@@ -32,7 +31,7 @@ START_FAILED = 2
 
 
 def main(arguments: Sequence[str]) -> int:
-    signal.signal(signal.SIGTERM, _end)
+    leave_in_order_on_sigterm()
     checkpoint = list(arguments[:1]) if arguments and not arguments[0].startswith("-") else []
     options = list(arguments[len(checkpoint) :])
     if _given(options, *HELP):
@@ -68,11 +67,6 @@ def _print_help() -> None:
 
 def _given(options: Sequence[str], *names: str) -> bool:
     return any(each == name or each.startswith(f"{name}=") for each in options for name in names)
-
-
-def _end(number: int, frame: object) -> NoReturn:
-    """SIGTERM: leaves through the `with` blocks, so that nothing stays behind."""
-    raise SystemExit(128 + number)
 
 
 def _locust(options: Sequence[str]) -> int:

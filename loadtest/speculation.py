@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pellucid_client import AsyncClient
-from pellucid_loadtest.own_server import StartError, own_server
+from pellucid_loadtest.own_server import StartError, leave_in_order_on_sigterm, own_server
 
 PASSAGE = """\
 Panel {n} of the ship's log, as it was found in the drawer below the chart table:
@@ -71,6 +71,7 @@ class Outcome:
 
 
 def main(arguments: Sequence[str]) -> int:
+    leave_in_order_on_sigterm()
     options = _options(arguments)
     loads = [Load(text, streams, options.tokens) for text in ("copy", "plain") for streams in options.streams]
     serve = [*([str(options.checkpoint)] if options.checkpoint else []), "--prefix-cache", "off", *options.extra]
