@@ -34,6 +34,7 @@ from typing import Literal, cast
 import torch
 from torch import Tensor
 
+from pellucid_benchmark.arguments import words
 from pellucid_model.checkpoint import load_checkpoint, save_checkpoint
 from pellucid_model.tokenizers import load_tokenizer
 from pellucid_server.engine.loading import Loaded, load
@@ -42,6 +43,10 @@ from pellucid_server.verify.serving import serve_sequence
 
 DOCUMENTS = Path(__file__).parents[1] / "docs"
 REFERENCE = "float32"
+FORMATS = [
+    f"{weights}{cache}" for weights in (REFERENCE, "bfloat16", "int8", "int4") for cache in ("", "+bfloat16", "+int8")
+]
+"""WEIGHTS[+CACHE]"""
 NEW_TOKENS = 64
 
 
@@ -175,12 +180,15 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="accuracy.py", description="What a precision costs in accuracy.")
     parser.add_argument("checkpoint", type=Path)
     formats = ["bfloat16", "bfloat16+int8", "int8", "int8+int8", "int4"]
-    parser.add_argument("--formats", type=lambda text: text.split(","), default=formats, help="WEIGHTS[+CACHE],…")
+    parser.add_argument("--formats", type=words(FORMATS), default=formats, help="WEIGHTS[+CACHE],…")
     parser.add_argument("--shuffle", action="store_true", help="put hidden units into another order first")
     parser.add_argument("--text", type=Path, action="append", default=[], help="default: this project's documents")
     parser.add_argument("--windows", type=int, default=8)
     parser.add_argument("--length", type=int, default=512)
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if not options.checkpoint.exists():
+        parser.error(f"checkpoint: there is no {options.checkpoint}")
+    return options
 
 
 if __name__ == "__main__":

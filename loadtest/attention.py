@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from pellucid_benchmark.arguments import sizes, whole_numbers, words
 from pellucid_model.kernels import NativeKernels, library
 from pellucid_model.kernels.cache_layout import INT8, stored_width
 from pellucid_model.kernels.huge_pages import untouched_zeros
@@ -88,18 +89,14 @@ def _interleaved(steps: dict[str, Callable[[], None]]) -> dict[str, list[float]]
     return times
 
 
-def _pairs(text: str) -> list[tuple[int, ...]]:
-    return [tuple(map(int, each.split("x"))) for each in text.split(",")]
-
-
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="attention.py", description="How fast attention over the KV cache is.")
-    parser.add_argument("--heads", type=lambda text: _pairs(text)[0], default=(9, 3, 64), help="QxKVxD")
+    parser.add_argument("--heads", type=lambda text: sizes(3)(text)[0], default=(9, 3, 64), help="QxKVxD")
     parser.add_argument("--layers", type=int, default=30)
     cases = [(rows, context) for context in (200, 1500) for rows in (1, 8, 32)]
-    parser.add_argument("--decode", type=_pairs, default=cases, help="ROWSxCONTEXT,…")
-    parser.add_argument("--prefill", type=lambda text: list(map(int, text.split(","))), default=[512, 1900])
-    parser.add_argument("--formats", type=lambda text: text.split(","), default=["bfloat16", "int8"])
+    parser.add_argument("--decode", type=sizes(2), default=cases, help="ROWSxCONTEXT,…")
+    parser.add_argument("--prefill", type=whole_numbers, default=[512, 1900])
+    parser.add_argument("--formats", type=words(FORMATS), default=["bfloat16", "int8"])
     parser.add_argument("--block-size", type=int, default=128)
     parser.add_argument("--threads", type=int, default=0, help="default: the cores this process may use")
     return parser.parse_args(arguments)

@@ -18,6 +18,7 @@ from typing import get_args
 
 import torch
 
+from pellucid_benchmark.arguments import sizes, whole_numbers, words
 from pellucid_model.kernels import NativeKernels, PackedLinear, WeightFormat, library
 
 BEYOND_CACHE = 96 << 20
@@ -76,12 +77,12 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="kernels.py", description="How fast the operators are on this machine.")
     parser.add_argument(
         "--shapes",
-        type=lambda text: [tuple(map(int, shape.split("x"))) for shape in text.split(",")],
+        type=sizes(2),
         default=[(3072, 576), (576, 1536), (960, 576), (49152, 576)],
         help="OUTPUTSxINPUTS,…; default: the layers of a 135M model",
     )
-    parser.add_argument("--rows", type=lambda text: list(map(int, text.split(","))), default=[1, 8, 32, 512])
-    parser.add_argument("--formats", type=lambda text: text.split(","), default=list(get_args(WeightFormat)))
+    parser.add_argument("--rows", type=whole_numbers, default=[1, 8, 32, 512])
+    parser.add_argument("--formats", type=words(get_args(WeightFormat)), default=list(get_args(WeightFormat)))
     parser.add_argument("--threads", type=int, default=0, help="default: the cores this process may use")
     return parser.parse_args(arguments)
 

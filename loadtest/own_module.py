@@ -123,7 +123,10 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--d-model", type=int, default=128)
     parser.add_argument("--extra", nargs=argparse.REMAINDER, default=[], help="further arguments of both servers")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.checkpoint and not (options.checkpoint / "config.json").exists():
+        parser.error(f"checkpoint: {options.checkpoint} is no folder with a config.json")
+    return options
 
 
 if __name__ == "__main__":

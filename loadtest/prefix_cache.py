@@ -37,7 +37,11 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args(arguments)
     cold, warm = [], []
-    with Client(options.address) as client:
+    try:
+        client = Client(options.address)
+    except ValueError as error:
+        parser.error(str(error))
+    with client:
         client.wait_until_ready(60)
         vocab_size = client.model().vocab_size
         for _ in range(options.rounds):

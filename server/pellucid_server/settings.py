@@ -66,7 +66,10 @@ class Settings:
     """The settings in force. 0 in a field whose default is "auto" leaves the choice to the engine."""
 
     checkpoint: str | None = _setting(
-        None, Text("a checkpoint folder"), "folder with config.json and model.safetensors", default_text=BUNDLED
+        None,
+        Text("a checkpoint folder or file"),
+        "folder with config.json and model.safetensors, or a file: .gguf, .pt, .pth, .bin, .ckpt, .safetensors",
+        default_text=BUNDLED,
     )
     module: str | None = _setting(
         None,
@@ -345,6 +348,8 @@ def _metavar(option: Option) -> str:
     match option:
         case Choice():
             return "|".join(option.words)
+        case Switch():
+            return "on|off"
         case ListenAddress():
             return "HOST:PORT"
         case FileName():

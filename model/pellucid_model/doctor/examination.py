@@ -38,7 +38,8 @@ _CURVES = (".csv", ".jsonl")
 def examine(target: Path, module: str | None = None, corpus: Path | None = None) -> list[Finding]:
     """module: FILE.py:CLASS; corpus: text like that of the training. TrainingError for a path of another kind."""
     if not target.exists():
-        raise TrainingError(f"{target}: no such folder or file; accepted: a run, a checkpoint, or a curve ({_CURVES})")
+        names = ", ".join(_CURVES)
+        raise TrainingError(f"{target}: no such folder or file; accepted: a run, a checkpoint, or a curve ({names})")
     lines = read_lines(corpus) if corpus is not None else None
     if target.suffix in _CURVES:
         return examine_curve(read_curve(target))

@@ -44,6 +44,8 @@ _REQUIREMENT = re.compile(r"([\w.-]+).*;.*\bextra == ['\"](.+?)['\"]")
 
 def run(argv: list[str]) -> int:
     """Runs one command."""
+    # Before gRPC is loaded: what fails is told by us, and its own log lines would stand beside that.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     _open_standard_streams()
     try:
         code = _exit_code(argv)
@@ -72,8 +74,6 @@ def _is_own(argv: list[str]) -> bool:
 
 
 def _run_own(argv: list[str]) -> int:
-    # Before gRPC is loaded: what fails is told by us, and its own log lines would stand beside that.
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     from pellucid_client.commands.own import run_own
 
     return run_own(argv, {} if argv[:1] in [[name] for name in OWN] else _others())
