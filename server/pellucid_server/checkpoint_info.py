@@ -138,7 +138,7 @@ def checkpoint_folder(given: str | None) -> Path:
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise StartError(f"{path} is not valid JSON: {error}; the checkpoint is damaged") from None
     if not isinstance(content, dict):
         raise StartError(f"{path} holds no JSON object; the checkpoint is damaged")

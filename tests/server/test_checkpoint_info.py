@@ -94,5 +94,7 @@ def test_unusable_folders(tmp_path: Path) -> None:
     assert "is not a folder" in refusal(tmp_path / "file")
     (tmp_path / "config.json").write_text("{")
     assert "is not valid JSON" in refusal(tmp_path)
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    assert "is not valid JSON" in refusal(tmp_path)
     (tmp_path / "config.json").write_text("[]")
     assert "no JSON object" in refusal(tmp_path)

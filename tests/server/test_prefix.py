@@ -18,9 +18,10 @@ def keys(
     salt: str = "",
     context: ContextWindow = FULL,
     native_window: int = 0,
+    widest_window: int = 0,
     size: int = 4,
 ) -> list[bytes]:
-    chain = PrefixChain(namespace, salt, size, context, native_window)
+    chain = PrefixChain(namespace, salt, size, context, native_window, widest_window or native_window)
     for begin in range(0, len(tokens) - size + 1, size):
         chain.append(tokens[begin : begin + size])
     return [chain[index].key for index in range(len(chain))]
@@ -68,11 +69,16 @@ def test_what_a_window_shares() -> None:
     assert keys(tokens, context=ContextWindow("reencode", 2, 11, 4)) == plain
     # Where no layer looks further than the rolling window does, it changes nothing.
     assert keys(tokens, context=ContextWindow("roll", 2, 11), native_window=11) == plain
-    assert keys(tokens, context=ContextWindow("roll", 2, 11), native_window=12) == rolling
+    # A layer that would look further than W without it, does so no longer from token W on.
+    for native, widest in ((12, 12), (0, 12)):
+        cut = keys(tokens, context=ContextWindow("roll", 2, 11), native_window=native, widest_window=widest)
+        assert cut[:2] == plain[:2]
+        assert not set(cut[2:]) & {*plain, *rolling}
+    assert keys(tokens, context=ContextWindow("roll", 2, 11), widest_window=11) == rolling
 
 
 def test_a_chain_that_is_cut_goes_on_as_another() -> None:
-    chain = PrefixChain(b"model", "", 2, FULL, 0)
+    chain = PrefixChain(b"model", "", 2, FULL, 0, 0)
     for begin in range(0, 8, 2):
         chain.append([begin, begin + 1])
     chain.cut(2)

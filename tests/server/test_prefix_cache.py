@@ -155,6 +155,21 @@ def test_a_pool_in_which_everything_is_preempted_and_found_again(steppers: dict[
             assert same(answer(stepper, request.key), alone[request.key])
 
 
+@pytest.mark.parametrize("rolling", [(4, 5), (3, 6), (4, 7), (4, 8), (5, 9), (1, 2), (3, 20)], ids=str)
+@pytest.mark.parametrize("kind", ["rotary", "mixed windows", "windowed"])
+def test_policies_share_only_what_is_the_same_under_both(
+    steppers: dict[str, Stepper], kind: str, rolling: tuple[int, int]
+) -> None:
+    """A rolling window shorter than a layer's own cuts that one short from its own length on, not from S + W on."""
+    stepper, prompt = steppers[kind], prompt_of(22)
+    asked = [ask(prompt, 6, policy=policy) for policy in (FULL, ContextWindow("roll", *rolling))]
+    cold = [answer(stepper.run(request, prefix_cache=False)) for request in asked]
+    for first, second in ((0, 1), (1, 0)):
+        assert same(answer(stepper.run(asked[first])), cold[first])
+        assert same(answer(stepper.run(asked[second], warm=True)), cold[second])
+        assert stepper.cached[1] <= sum(rolling) or kind == "windowed"
+
+
 @pytest.mark.parametrize(
     ("kind", "policy"), [("rotary", FULL), ("rotary", POLICIES[2]), ("windowed", FULL), ("learned", POLICIES[4])]
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 
@@ -16,6 +17,7 @@ from pellucid_server.engine.messages import Constraint, LogprobWish
 from pellucid_server.errors import InvalidRequest, ModelNotFound, QueueFull, UnsupportedField
 from pellucid_server.live_request import NO_OPTIONS
 from pellucid_server.planning import ContextWish
+from pellucid_server.rpc.errors import error_trailers
 from pellucid_server.rpc.inference import SHORT_TEXT, prompt_tokens, tokenized
 from pellucid_server.rpc.validation import GenerateSpec, validate_generate
 from pellucid_server.served import DefaultSampling, ServedModel, default_sampling
@@ -287,6 +289,20 @@ def test_a_million_bad_values_make_a_short_answer() -> None:
         stopping=inference_pb2.StoppingCriteria(stop_strings=[""] * 32, stop_token_ids=[VOCAB] * 256),
     )
     assert 0 < len(found) <= 16
+
+
+@pytest.mark.parametrize("character", ["r", "汉", "🔥", "\U000e0001"])
+def test_bad_roles_in_any_script_fit_into_an_answer(character: str) -> None:
+    """gRPC clients refuse more than 8,192 bytes of trailers, and their user would be told of that instead."""
+    speaking = replace(model(), chat=ChatPrompter(ChatTemplate("{{ messages }}"), TOKENIZER))
+    request = inference_pb2.GenerateRequest()
+    for _ in range(40):
+        request.chat.messages.add(role=character * 100, content="x")
+    with pytest.raises(InvalidRequest) as caught:
+        validate_generate(request, speaking)
+    trailers = dict(error_trailers(caught.value))
+    assert 1 <= len(caught.value.violations) <= 16
+    assert len(quote(caught.value.message)) + len(trailers["grpc-status-details-bin"]) < 8000
 
 
 def test_a_penalty_of_a_hundredth_is_shown_as_such() -> None:

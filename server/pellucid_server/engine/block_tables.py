@@ -40,12 +40,16 @@ class BlockTables:
     """Block tables over one pool.
 
     native_window  the widest window of a model all of whose layers have one, so that older blocks can go; else 0
+    widest_window  the widest one that any layer has; else 0
     prefix_cache   whether blocks are published and looked up at all
     """
 
-    def __init__(self, pool: BlockPool, native_window: int = 0, *, prefix_cache: bool = True) -> None:
+    def __init__(
+        self, pool: BlockPool, native_window: int = 0, widest_window: int = 0, *, prefix_cache: bool = True
+    ) -> None:
         self.pool = pool
         self.native_window = native_window
+        self._widest_window = widest_window
         self.queried_tokens = 0
         """Prompt tokens that were looked up when their sequence first ran."""
         self.hit_tokens = 0
@@ -55,7 +59,12 @@ class BlockTables:
 
     def new_chain(self, request: Submit) -> PrefixChain:
         return PrefixChain(
-            self._namespace, request.cache_salt, self.pool.block_size, request.context, self.native_window
+            self._namespace,
+            request.cache_salt,
+            self.pool.block_size,
+            request.context,
+            self.native_window,
+            self._widest_window,
         )
 
     def blocks_needed(self, request: Submit, length: int) -> int:

@@ -82,8 +82,12 @@ def bytes_per_block(shapes: list[LayerShape], block_size: int, dtype: torch.dtyp
 
 def native_window(shapes: list[LayerShape]) -> int:
     """The widest window where every layer has one: no row looks further back; 0 where some layer sees everything."""
-    windows = [shape.window for shape in shapes if shape.window is not None]
-    return max(windows) if len(windows) == len(shapes) else 0
+    return widest_window(shapes) if all(shape.window is not None for shape in shapes) else 0
+
+
+def widest_window(shapes: list[LayerShape]) -> int:
+    """Of those that any layer has; 0 where none has one."""
+    return max((shape.window or 0 for shape in shapes), default=0)
 
 
 def default_block_size(context_length: int) -> int:

@@ -176,6 +176,7 @@ class Engine:
             configure.max_running,
             self._loaded.ready.max_step_tokens,
             self._loaded.ready.native_window,
+            self._loaded.ready.widest_window,
             prefix_cache=configure.prefix_cache,
             draft_tokens=configure.speculative_tokens,
         )

@@ -27,6 +27,7 @@ from pellucid_server.engine.cache import (
     default_block_size,
     learn_shapes,
     native_window,
+    widest_window,
 )
 from pellucid_server.engine.company import try_company
 from pellucid_server.engine.flash_forward import DecodeShape
@@ -125,6 +126,7 @@ def load(configure: Configure) -> Loaded:
         context_length=context_length,
         position_scheme=servable.position_scheme,
         native_window=native_window(shapes),
+        widest_window=widest_window(shapes),
         kv_block_size=block_size,
         kv_block_count=blocks,
         kv_bytes=blocks * bytes_per_block(shapes, block_size, kv_dtype),

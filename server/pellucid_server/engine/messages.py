@@ -188,6 +188,8 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     """How the model treats positions; with "absolute" no window can roll."""
     native_window: int = 0
     """The widest window of a model all of whose layers have one; else 0."""
+    widest_window: int = 0
+    """The widest window that any layer has; else 0."""
     warm_up_seconds: float = 0.0
     """The longest step of the warm-up, which is as large as a step gets."""
 

@@ -38,6 +38,7 @@ class Scheduler:
     max_running      sequences that may hold blocks at once
     max_step_tokens  token budget of a step, at least max_running, so that every decode moves in every step
     native_window    the widest window of a model all of whose layers have one, so that older blocks can go; else 0
+    widest_window    the widest one that any layer has; else 0
     prefix_cache     whether computed blocks are kept for sequences that begin alike
     draft_tokens     how many tokens of a sequence a step may guess; 0: none
     """
@@ -48,6 +49,7 @@ class Scheduler:
         max_running: int,
         max_step_tokens: int,
         native_window: int = 0,
+        widest_window: int = 0,
         *,
         prefix_cache: bool = True,
         draft_tokens: int = 0,
@@ -55,7 +57,7 @@ class Scheduler:
         if max_step_tokens < max_running:
             raise ValueError(f"max_step_tokens = {max_step_tokens} must be at least max_running = {max_running}")
         self.pool = pool
-        self.tables = BlockTables(pool, native_window, prefix_cache=prefix_cache)
+        self.tables = BlockTables(pool, native_window, widest_window, prefix_cache=prefix_cache)
         self.max_running = max_running
         self.max_step_tokens = max_step_tokens
         self.running: list[SequenceState] = []

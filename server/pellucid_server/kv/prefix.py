@@ -5,9 +5,10 @@ its own token ids, and what else its values depend on:
 
     root      of each chain: the loaded model (a random name per load, so that no block outlives its weights or can be
               guessed by who does not belong here), and the caller's salt
-    window    rows t < S + W of a rolling window are plain causal attention and shared as such. Blocks that reach
-              further are shared under the same S and W only. A re-encoded window's view is plain causal attention from
-              position 0: it is hashed as the tokens it is.
+    window    rows t < S + W of a rolling window are plain causal attention and shared as such; t < W where a layer has
+              a wider window of its own, which W cuts short. Blocks that reach further are shared under the same S and W
+              only. A re-encoded window's view is plain causal attention from position 0: it is hashed as the tokens it
+              is.
 
 Pure Python, no torch. Chains only grow and are cut; each full block is hashed once.
 """
@@ -36,15 +37,23 @@ class PrefixChain:
 
     namespace      bytes that differ for every loaded model
     native_window  the widest window of a model all of whose layers have one; else 0
+    widest_window  the widest one that any layer has; else 0
     """
 
     def __init__(
-        self, namespace: bytes, salt: str, block_size: int, context: ContextWindow, native_window: int
+        self,
+        namespace: bytes,
+        salt: str,
+        block_size: int,
+        context: ContextWindow,
+        native_window: int,
+        widest_window: int,
     ) -> None:
         self._root = _digest(namespace, salt.encode())
         self._block_size = block_size
         rolls = context.kind == "roll" and not 0 < native_window <= context.window
-        self._plain_tokens = context.span if rolls else None
+        plain = context.window if widest_window > context.window else context.span
+        self._plain_tokens = plain if rolls else None
         self._window = f"roll {context.sinks} {context.window}".encode()
         self._contents: list[BlockContent] = []
 

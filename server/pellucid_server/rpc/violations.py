@@ -7,7 +7,7 @@ from struct import pack, unpack
 
 from pellucid_server.errors import InvalidRequest, UnsupportedField, Violation
 from pellucid_server.options import Option
-from pellucid_server.rpc.wire import MAX_LISTED
+from pellucid_server.rpc.wire import MAX_LISTED, TRAILER_BYTES
 
 
 class Violations:
@@ -52,7 +52,23 @@ class Violations:
         """Raises UnsupportedField if a field cannot be served at all, else InvalidRequest, else nothing."""
         if self._found:
             kind = UnsupportedField if self._unsupported else InvalidRequest
-            raise kind(self._found[:MAX_LISTED])
+            raise kind(self._listed())
+
+    def _listed(self) -> list[Violation]:
+        """As many as an answer has room for, and one at the least."""
+        listed, room = self._found[:1], TRAILER_BYTES - _trailer_bytes(self._found[0])
+        for violation in self._found[1:MAX_LISTED]:
+            room -= _trailer_bytes(violation)
+            if room < 0:
+                break
+            listed.append(violation)
+        return listed
+
+
+def _trailer_bytes(violation: Violation) -> int:
+    """It stands in the status message, where a byte beyond ASCII takes three, and twice in the details."""
+    text = f"{violation.field} {violation.description}".encode()
+    return 3 * len(text) + 2 * sum(byte >= 0x80 for byte in text)
 
 
 def _float32_text(value: float) -> str:

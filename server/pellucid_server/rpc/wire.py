@@ -18,6 +18,8 @@ from pellucid_server.errors import InvalidRequest, UnsupportedField, Violation
 
 MAX_LISTED = 16
 """Violations named in one answer: it travels in trailers, which are small."""
+TRAILER_BYTES = 7000
+"""What they may take there. Clients refuse more than 8,192 bytes of trailers, and tell their user of that instead."""
 
 M = TypeVar("M", bound=Message)
 

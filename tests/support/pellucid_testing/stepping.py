@@ -129,9 +129,15 @@ class Stepper:
         """
         if not warm or self.scheduler is None:
             pool = BlockPool(blocks or self.loaded.pool.count, self.loaded.pool.block_size)
-            window, budget = self.loaded.ready.native_window, max_step_tokens or self.max_step_tokens
+            ready, budget = self.loaded.ready, max_step_tokens or self.max_step_tokens
             self.scheduler = Scheduler(
-                pool, self.max_running, budget, window, prefix_cache=prefix_cache, draft_tokens=draft_tokens
+                pool,
+                self.max_running,
+                budget,
+                ready.native_window,
+                ready.widest_window,
+                prefix_cache=prefix_cache,
+                draft_tokens=draft_tokens,
             )
             self.scheduler.tables._namespace = b""  # the same in every run, so that their blocks can be compared
         self._forget()
