@@ -26,7 +26,6 @@ def whole_numbers(text: str) -> list[int]:
 
 def sizes(dimensions: int) -> Callable[[str], list[tuple[int, ...]]]:
     """Such as 3072x576,576x1536 of two dimensions; from 1 on."""
-
     form = re.compile("x".join([r"[1-9]\d*"] * dimensions), re.ASCII)
 
     def parse(text: str) -> list[tuple[int, ...]]:

@@ -168,10 +168,11 @@ class NameInFile(Text):
     """A class of a Python file: FILE.py:CLASS."""
 
     def parse(self, value: object) -> str:
-        file, _, name = super().parse(value).rpartition(":")
+        text = super().parse(value)
+        file, _, name = text.rpartition(":")
         if not file or not name.isidentifier():
             raise ValueError
-        return f"{file}:{name}"
+        return text
 
 
 @dataclass(frozen=True)
